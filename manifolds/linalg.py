@@ -1,0 +1,255 @@
+"""Matrix functions that the manifolds share, and the one place that decides the precision of a factorization.
+
+float64 stays float64, float32 stays float32, and float16 and bfloat16 are computed in float32 (torch has no
+factorizations for them) and rounded back at the end. Every function takes batches in the leading dimensions and is
+differentiable, also where eigenvalues or singular values coincide: the backward passes solve the Sylvester equation
+of the result instead of differentiating a decomposition.
+
+Nothing here calls a batched LU (``torch.linalg.solve``, ``inv``, ``lu``): with torch 2.13.0 on two threads it is
+silently wrong for batches of matrices of 160 rows and more on some processors. General systems go through QR, which
+was right there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "compute_dtype",
+    "default_atol",
+    "frobenius_inner",
+    "frobenius_norm",
+    "lyapunov_solve",
+    "newton_schulz_polish",
+    "polar_factor",
+    "qr_positive",
+    "safe_sqrt",
+    "skew",
+    "solve_right",
+    "stein_lyapunov_solve",
+    "sym",
+    "upcast_half",
+]
+
+F = TypeVar("F", bound=Callable)
+
+_HALF = (torch.float16, torch.bfloat16)
+
+# What rounding an orthonormal matrix to the storage type alone costs in max|XᵀX − I|, with room for the arithmetic
+# that led there: measured 1.6e-3 for bfloat16, 2.3e-4 for float16 and 3e-8 for float32 on a 64×64 matrix.
+_ATOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+# A Gram matrix squares the condition number. Up to this κ(AᵀA) its eigendecomposition is as good as an SVD of A
+# after one Newton–Schulz step; beyond it the SVD is taken.
+_GRAM_CONDITION_LIMIT = 100.0
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision that a factorization of ``dtype`` data is computed in."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def default_atol(dtype: torch.dtype) -> float:
+    """The default tolerance of point and tangent checks for data stored in ``dtype``."""
+    try:
+        return _ATOL[dtype]
+    except KeyError:
+        raise TypeError(f"manifolds need real floating-point tensors, found {dtype}; convert with .to(...)") from None
+
+
+def upcast_half(function: F) -> F:
+    """Compute ``function`` in float32 where its tensors are float16 or bfloat16, and round the results back.
+
+    The type of the results is that of the first tensor argument, which by the argument order of this package is the
+    base point.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not any(t.dtype in _HALF for t in tensors):
+            return function(*args, **kwargs)
+        out_dtype = tensors[0].dtype
+
+        def up(a):
+            return a.float() if isinstance(a, Tensor) and a.dtype in _HALF else a
+
+        def down(a):
+            if isinstance(a, Tensor):
+                return a.to(out_dtype) if a.is_floating_point() else a
+            return type(a)(down(b) for b in a) if isinstance(a, tuple) else a
+
+        return down(function(*map(up, args), **{k: up(v) for k, v in kwargs.items()}))
+
+    return wrapper  # type: ignore[return-value]
+
+
+def sym(a: Tensor) -> Tensor:
+    """Symmetric part (A + Aᵀ)/2."""
+    return (a + a.mT) / 2
+
+
+def skew(a: Tensor) -> Tensor:
+    """Skew-symmetric part (A − Aᵀ)/2."""
+    return (a - a.mT) / 2
+
+
+def safe_sqrt(a: Tensor) -> Tensor:
+    """Square root of a non-negative tensor whose derivative at 0 is 0 instead of infinite."""
+    zero = a <= 0
+    return torch.where(zero, torch.zeros_like(a), torch.where(zero, torch.ones_like(a), a).sqrt())
+
+
+def frobenius_inner(u: Tensor, v: Tensor) -> Tensor:
+    """tr UᵀV over the last two dimensions."""
+    return (u * v).sum((-2, -1))
+
+
+def frobenius_norm(u: Tensor) -> Tensor:
+    """Frobenius norm over the last two dimensions; its derivative at 0 is 0."""
+    return safe_sqrt(frobenius_inner(u, u))
+
+
+def qr_positive(a: Tensor) -> tuple[Tensor, Tensor]:
+    """The QR factorization A = QR with diag R ≥ 0, which is unique and continuous for A of full column rank.
+
+    LAPACK leaves the signs to chance, so the Q of a plain QR is neither continuous nor, for Gaussian A, Haar.
+    """
+    q, r = torch.linalg.qr(a)
+    signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(a.dtype)
+    return q * signs.unsqueeze(-2), r * signs.unsqueeze(-1)
+
+
+def solve_right(b: Tensor, k: Tensor) -> Tensor:
+    """B K⁻¹ for general square K (well conditioned in all uses here), through QR rather than LU: see the module."""
+    q, r = torch.linalg.qr(k)
+    return torch.linalg.solve_triangular(r, b, upper=True, left=False) @ q.mT
+
+
+def newton_schulz_polish(y: Tensor) -> Tensor:
+    """One Newton–Schulz step Y(3I − YᵀY)/2: an error e in YᵀY = I becomes (3/4)e²; exact points stay put."""
+    gram = y.mT @ y
+    identity = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
+    return y + y @ ((identity - gram) / 2)
+
+
+class _Lyapunov(torch.autograd.Function):
+    @staticmethod
+    def forward(s: Tensor, c: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(s)
+        sums = values.unsqueeze(-1) + values.unsqueeze(-2)
+        return vectors @ ((vectors.mT @ c @ vectors) / sums) @ vectors.mT
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):
+        # dZ = L(dC − dS Z − Z dS), and L is self-adjoint.
+        s, z = ctx.saved_tensors
+        w = lyapunov_solve(s, grad_outputs[0])
+        return -(w @ z.mT + z.mT @ w), w
+
+
+def lyapunov_solve(s: Tensor, c: Tensor) -> Tensor:
+    """The solution Z of SZ + ZS = C for symmetric positive definite S, both (..., p, p). Twice differentiable."""
+    result = _Lyapunov.apply(s, c)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def stein_lyapunov_solve(m: Tensor, c: Tensor) -> Tensor:
+    """The solution S of MS + SMᵀ = C for M whose symmetric part is positive definite; both (..., p, p).
+
+    The Cayley transform K = (M − I)(M + I)⁻¹ turns it into the Stein equation S − KSKᵀ = 2(M+I)⁻¹C(M+I)⁻ᵀ with
+    ‖K‖₂ < 1, and squared Smith doubling (Smith 1968) sums its series with quadratic convergence: a few products for M
+    near I, which is where retractions are inverted.
+
+    Raises:
+        ValueError: the series does not converge, as when the symmetric part of M is not positive definite.
+    """
+    identity = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+    shifted = m + identity
+    left = solve_right(identity.expand_as(m), shifted)  # (M+I)⁻¹, with which M − I commutes
+    k = (m - identity) @ left
+    s = 2 * left @ c @ left.mT
+    tiny = torch.finfo(m.dtype).eps
+    for _ in range(64):
+        s = s + k @ s @ k.mT
+        k = k @ k
+        size = k.detach().abs().amax() if k.numel() else k.new_zeros(())
+        if size <= tiny:
+            return s
+        if not torch.isfinite(size) or size > 1e6:
+            break
+    raise ValueError("the Lyapunov equation MS + SMᵀ = C did not converge: the symmetric part of M is not positive")
+
+
+def _polar_by_gram(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Polar factor by the eigenvectors of AᵀA, and which matrices of the batch it is good for."""
+    values, vectors = torch.linalg.eigh(a.mT @ a)
+    good = values[..., 0] * _GRAM_CONDITION_LIMIT >= values[..., -1]
+    values = torch.where(good.unsqueeze(-1), values, torch.ones_like(values))
+    return newton_schulz_polish(a @ (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mT), good
+
+
+def _polar_forward(a: Tensor) -> Tensor:
+    if a.numel() == 0:
+        return a.clone()
+    # scaling by the largest entry makes the result the same for 1e-12·A, A and 1e30·A
+    largest = a.abs().amax((-2, -1), keepdim=True)
+    a = a / torch.where(largest > 0, largest, torch.ones_like(largest))
+    try:
+        result, good = _polar_by_gram(a)
+        if not bool(good.all()):
+            bad = a[~good]
+            left, _, right = torch.linalg.svd(bad, full_matrices=False)
+            result[~good] = left @ right
+    except torch.linalg.LinAlgError as error:
+        if bool(torch.isfinite(a).all()):
+            raise
+        raise ValueError("cannot take the polar factor of a matrix with NaN or infinite entries") from error
+    return result
+
+
+class _PolarFactor(torch.autograd.Function):
+    @staticmethod
+    def forward(a: Tensor) -> Tensor:
+        return _polar_forward(a)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):
+        # A = QH. dQ = QΩ + (I − QQᵀ) dA H⁻¹ with HΩ + ΩH = QᵀdA − dAᵀQ; this is the adjoint of that map.
+        a, q = ctx.saved_tensors
+        (grad,) = grad_outputs
+        h = sym(q.mT @ a)
+        inner = q.mT @ grad
+        result = 2 * q @ lyapunov_solve(h, skew(inner))
+        if a.shape[-2] > a.shape[-1]:
+            normal = grad - q @ inner
+            result = result + torch.cholesky_solve(normal.mT, torch.linalg.cholesky(h)).mT
+        return result
+
+
+def polar_factor(a: Tensor) -> Tensor:
+    """The orthonormal polar factor A(AᵀA)^(−1/2) of (..., n, p) with n ≥ p: the nearest orthonormal matrix to A.
+
+    Rank-deficient A, whose polar factor is not unique, gives one of them; there is no derivative there. float16 and
+    bfloat16 must be cast by the caller.
+
+    Raises:
+        ValueError: A has NaN or infinite entries.
+    """
+    result = _PolarFactor.apply(a)
+    assert isinstance(result, Tensor)
+    return result

@@ -1,0 +1,145 @@
+"""Retractions on the Stiefel manifold: first-order stand-ins for the exponential map.
+
+The order of a retraction belongs to the pair (retraction, metric): 1 means an error O(t²) against that metric's
+exponential map, 2 an error O(t³). ``order`` says what is guaranteed for every shape 1 < p < n; at p = 1 all of these
+are of order 2, and at p = n the polar and Cayley retractions are, for every metric of the α-family.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .linalg import (
+    newton_schulz_polish,
+    polar_factor,
+    qr_positive,
+    skew,
+    solve_right,
+    stein_lyapunov_solve,
+    upcast_half,
+)
+from .metrics import CanonicalMetric, EuclideanMetric, Metric
+
+__all__ = ["QR", "Cayley", "Polar", "Retraction"]
+
+
+class Retraction(ABC):
+    """A retraction R with R_x(0) = x and DR_x(0) = id. Value objects: immutable, compared by value."""
+
+    @abstractmethod
+    def retract(self, x: Tensor, u: Tensor) -> Tensor:
+        """R_x(u) for x, u of shape (..., n, p), n ≥ p; batches broadcast."""
+
+    def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
+        """The tangent u at x with R_x(u) = y.
+
+        Raises:
+            ValueError: y is not in the range of R_x.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no inverse_retract")
+
+    @abstractmethod
+    def order(self, metric: Metric) -> int:
+        """1: the error against ``metric``'s exponential map is O(t²); 2: it is O(t³). See the module."""
+
+
+@dataclass(frozen=True)
+class Polar(Retraction):
+    """R_x(u) = (x + u)(I + uᵀu)^(−1/2), the point nearest to x + u.
+
+    Absil & Malick, "Projection-like retractions on matrix manifolds" (2012). Computed as the polar factor of x + u
+    with its true Gram matrix, so that rounding in x is damped, not carried along.
+    """
+
+    @upcast_half
+    def retract(self, x: Tensor, u: Tensor) -> Tensor:
+        return polar_factor(x + u)
+
+    @upcast_half
+    def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
+        # y = (x+u)S⁻¹ with S symmetric positive: u = yS − x is tangent iff MS + SMᵀ = 2I, M = xᵀy
+        identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        m = x.mT @ y
+        try:
+            s = stein_lyapunov_solve(m, 2 * identity.expand_as(m))
+        except ValueError as error:
+            raise ValueError(_out_of_range("polar")) from error
+        if s.numel() and not bool((torch.linalg.cholesky_ex(s).info == 0).all()):
+            raise ValueError(_out_of_range("polar"))
+        return y @ s - x
+
+    def order(self, metric: Metric) -> int:
+        return 2 if metric == EuclideanMetric() else 1
+
+
+@dataclass(frozen=True)
+class QR(Retraction):
+    """R_x(u) = qf(x + u), the Q factor with diag R > 0.
+
+    Absil, Mahony & Sepulchre, "Optimization Algorithms on Matrix Manifolds" (2008), example 4.1.3; inverse by
+    columns: Kaneko, Fiori & Tanaka, "Empirical arithmetic averaging over the compact Stiefel manifold" (2013).
+    """
+
+    @upcast_half
+    def retract(self, x: Tensor, u: Tensor) -> Tensor:
+        return qr_positive(x + u)[0]
+
+    @upcast_half
+    def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
+        # u = yR − x is tangent iff MR + RᵀMᵀ = 2I, M = xᵀy, R upper triangular: its j-th column is a solve with the
+        # leading j×j block of M, since the columns before it are known.
+        p = x.shape[-1]
+        m = x.mT @ y
+        rows: list[Tensor] = []  # rows[j] is column j of R, padded to p
+        for j in range(p):
+            block = m[..., : j + 1, : j + 1]
+            right = [-(m[..., j, :] * column).sum(-1) for column in rows]
+            target = torch.stack([*right, torch.ones_like(m[..., 0, 0])], -1)
+            # block · r = target, as a row system to reuse the QR-based solve
+            r = solve_right(target.unsqueeze(-2), block.mT).squeeze(-2)
+            if r.numel() and not bool((r[..., -1] > 0).all()):
+                raise ValueError(_out_of_range("QR"))
+            rows.append(torch.nn.functional.pad(r, (0, p - j - 1)))
+        return y @ torch.stack(rows, -1) - x if rows else y - x
+
+    def order(self, metric: Metric) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Cayley(Retraction):
+    """R_x(u) = (I − W/2)⁻¹(I + W/2)x with W = (Pu)xᵀ − x(Pu)ᵀ, P = I − xxᵀ/2.
+
+    Wen & Yin, "A feasible method for optimization with orthogonality constraints" (2013). Computed in p×p: with
+    A = xᵀu and B = u − xA it equals −x + (2x + B)(I + BᵀB/4 − A/2)⁻¹, whose matrix has symmetric part ≥ I, so it
+    never breaks down. (Without P the derivative at 0 is u + xxᵀu: not a retraction.) Inverse: Zhu & Sato,
+    "Riemannian conjugate gradient methods with inverse retraction" (2020).
+    """
+
+    @upcast_half
+    def retract(self, x: Tensor, u: Tensor) -> Tensor:
+        inner = x.mT @ u
+        b = u - x @ inner
+        identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        k = identity + b.mT @ b / 4 - skew(inner) / 2
+        return newton_schulz_polish(solve_right(2 * x + b, k) - x)
+
+    @upcast_half
+    def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
+        identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        k = identity + x.mT @ y
+        u = 2 * (solve_right(y, k) + solve_right(x, k.mT) - x)
+        if not bool(torch.isfinite(u).all()):
+            raise ValueError(_out_of_range("Cayley"))
+        return u
+
+    def order(self, metric: Metric) -> int:
+        return 2 if metric == CanonicalMetric() else 1
+
+
+def _out_of_range(kind: str) -> str:
+    return f"y is not in the range of the {kind} retraction at x: the two points are too far apart"

@@ -34,7 +34,7 @@ __all__ = [
 # runs no code of the file's.
 _torch.serialization.add_safe_globals(
     [
-        _parameter._make,
+        _parameter.rebuild,
         AlphaMetric,
         CanonicalMetric,
         Cayley,

@@ -85,7 +85,7 @@ class AlphaMetric(Metric):
         (not orthonormal) basis therefore gives expm(M)X without a QR factorization, and with a derivative also where
         B loses rank, as it does at u = 0.
         """
-        n, p = x.shape[-2:]
+        p = x.shape[-1]
         inner = x.mT @ u
         a = skew(inner)
         b = u - x @ inner

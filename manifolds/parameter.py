@@ -39,7 +39,7 @@ class ManifoldParameter(nn.Parameter):
             data = manifold.project_point(data)
         else:
             manifold.check_point(data, name="data")
-        return _make(data, requires_grad, manifold)
+        return rebuild(data, requires_grad, manifold)
 
     def __init__(self, data: Tensor, manifold: Manifold, requires_grad: bool = True, project: bool = False) -> None:
         # nn.Parameter has no __init__; this one only shows type checkers the signature
@@ -49,13 +49,13 @@ class ManifoldParameter(nn.Parameter):
         if id(self) in memo:
             return memo[id(self)]
         data = self.detach().clone(memory_format=torch.preserve_format)
-        memo[id(self)] = result = _make(data, self.requires_grad, self.manifold)
+        memo[id(self)] = result = rebuild(data, self.requires_grad, self.manifold)
         return result
 
     def __reduce_ex__(self, protocol):
-        return _make, (self.detach(), self.requires_grad, self.manifold)
+        return rebuild, (self.detach(), self.requires_grad, self.manifold)
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"ManifoldParameter on {self.manifold!r} containing:\n{self.detach()!r}"
 
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
@@ -66,8 +66,8 @@ class ManifoldParameter(nn.Parameter):
         return super().copy_(other, non_blocking)
 
 
-def _make(data: Tensor, requires_grad: bool, manifold: Manifold) -> ManifoldParameter:
-    """Build without a check: the data is known to come from such a parameter."""
+def rebuild(data: Tensor, requires_grad: bool, manifold: Manifold) -> ManifoldParameter:
+    """Build without a check, for data that comes from such a parameter, as in unpickling and conversions."""
     parameter = torch.Tensor._make_subclass(ManifoldParameter, data, requires_grad)
     parameter.manifold = manifold
     return parameter

@@ -1,0 +1,115 @@
+"""The arithmetic of one optimizer step on a batch of frames, free of any bookkeeping."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..manifolds import Manifold
+from ..manifolds.linalg import safe_sqrt
+
+__all__ = ["AdamStep", "pooled_square", "riemannian_adam_step", "safe_divide", "second_moment_shape"]
+
+SECOND_MOMENTS = ("frame", "column", "element")
+STEP_SCALES = ("rms", "frobenius")
+
+
+class AdamStep(NamedTuple):
+    """What one step produced: the new points, the moments there, and which frames the trust radius shortened."""
+
+    x: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    capped: Tensor
+
+
+def second_moment_shape(shape: torch.Size, second_moment: str) -> tuple[int, ...]:
+    """Shape of the second moment of frames of shape (..., n, p): a scalar a frame, a row, or the whole."""
+    batch, (n, p) = shape[:-2], shape[-2:]
+    return {"frame": (*batch, 1, 1), "column": (*batch, 1, p), "element": (*batch, n, p)}[second_moment]
+
+
+def pooled_square(manifold: Manifold, x: Tensor, xi: Tensor, second_moment: str, step_scale: str) -> Tensor:
+    """The square of the gradient that the second moment averages, of :func:`second_moment_shape`.
+
+    "rms" divides by the number of elements pooled, so that a step moves an element by about lr, as AdamW does;
+    "frobenius" does not, so that what was pooled moves by about lr in norm.
+    """
+    n, p = xi.shape[-2:]
+    if second_moment == "frame":
+        square, pooled = manifold.inner(x, xi, xi)[..., None, None], n * p
+    elif second_moment == "column":
+        square, pooled = (xi * xi).sum(-2, keepdim=True), n
+    else:
+        square, pooled = xi * xi, 1
+    return square / pooled if step_scale == "rms" else square
+
+
+def safe_divide(a: Tensor, b: Tensor) -> Tensor:
+    """a / b with 0/0 = 0: a frame without gradient stays where it is, also with eps = 0."""
+    zero = b == 0
+    return torch.where(zero, torch.zeros_like(a), a / torch.where(zero, torch.ones_like(b), b))
+
+
+def riemannian_adam_step(
+    manifold: Manifold,
+    x: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+    step: int,
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    second_moment: str,
+    step_scale: str,
+    trust_radius: float | None,
+) -> AdamStep:
+    """One Riemannian Adam step on frames x of shape (..., n, p).
+
+    With ξ the Riemannian gradient, norms in the metric, T the transport along the last step (already applied to
+    ``exp_avg``) and s the number of elements pooled ("rms") or 1 ("frobenius"):
+
+        m = β₁m + (1−β₁)ξ,   v = β₂v + (1−β₂)‖ξ‖²/s,   η = −lr·m̂/(√v̂ + ε),   η ← η·min(1, τ/‖η‖),   x ← R_x(η)
+
+    Bécigneul & Ganea, "Riemannian adaptive optimization methods" (2019), with one scalar second moment a frame as in
+    geoopt, and the "rms" scale and trust radius of Stiefel Attention (2026). A second moment of columns or elements
+    divides m̂ in the ambient space and projects the result to the tangent space.
+
+    Args:
+        grad: the ambient gradient.
+        exp_avg: first moment, tangent at x.
+        max_exp_avg_sq: running maximum of the second moment (amsgrad); updated in place. None without amsgrad.
+        step: number of this step, from 1.
+
+    Returns:
+        New tensors; nothing but ``max_exp_avg_sq`` is written to.
+    """
+    beta1, beta2 = betas
+    xi = manifold.egrad_to_rgrad(x, grad)
+    exp_avg = exp_avg.lerp(xi, 1 - beta1)
+    square = pooled_square(manifold, x, xi, second_moment, step_scale)
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
+    second = exp_avg_sq
+    if max_exp_avg_sq is not None:
+        second = torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
+
+    bias_correction1, bias_correction2 = 1 - beta1**step, 1 - beta2**step
+    direction = safe_divide(exp_avg, (second / bias_correction2).sqrt() + eps)
+    if second_moment != "frame":
+        direction = manifold.project(x, direction)
+    eta = direction * (-lr / bias_correction1)
+
+    length = safe_sqrt(manifold.inner(x, eta, eta))
+    capped = torch.zeros_like(length, dtype=torch.bool)
+    if trust_radius is not None:
+        capped = length > trust_radius
+        factor = torch.where(capped, trust_radius / torch.where(capped, length, 1.0), 1.0)
+        eta = eta * factor[..., None, None]
+
+    x, (exp_avg,) = manifold.retract_transport(x, eta, exp_avg)
+    return AdamStep(x, exp_avg, exp_avg_sq, capped)

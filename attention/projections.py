@@ -30,6 +30,7 @@ class FrameProjection(nn.Module):
     """
 
     weight: ManifoldParameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,

@@ -51,6 +51,12 @@ class StiefelAttention(nn.Module):
         ValueError: an argument is out of its range, or a frame would be wide; the error names it.
     """
 
+    q_proj: nn.Linear | FrameProjection
+    k_proj: nn.Linear | FrameProjection
+    v_proj: nn.Linear | FrameProjection
+    out_proj: nn.Linear | FrameProjection
+    logit_scale: Tensor
+
     def __init__(
         self,
         embed_dim: int,
@@ -92,7 +98,7 @@ class StiefelAttention(nn.Module):
         self.manifold = Stiefel() if manifold is None else manifold
         factory = {"device": device, "dtype": dtype}
 
-        def projection(role: str, features: int, bias: bool, transpose: bool = False) -> nn.Module:
+        def projection(role: str, features: int, bias: bool, transpose: bool = False) -> nn.Linear | FrameProjection:
             if role not in constrain:
                 return nn.Linear(features, embed_dim, bias=bias, **factory)
             count, width = (num_heads, self.head_dim) if frames == "head" else (1, embed_dim)
@@ -170,9 +176,8 @@ class StiefelAttention(nn.Module):
         """W_Oᵀ a head, (num_heads, d, d_h): the head's output y is added as y W_O."""
         return self._frames(self.out_proj)
 
-    def _frames(self, module: nn.Module) -> Tensor:
+    def _frames(self, module: nn.Linear | FrameProjection) -> Tensor:
         matrix = module.matrix() if isinstance(module, FrameProjection) else module.weight
-        assert isinstance(matrix, Tensor)
         if module is self.out_proj:
             matrix = matrix.mT
         return matrix.unflatten(0, (self.num_heads, self.head_dim)).mT

@@ -194,7 +194,7 @@ def stein_lyapunov_solve(m: Tensor, c: Tensor) -> Tensor:
 def _polar_by_gram(a: Tensor) -> tuple[Tensor, Tensor]:
     """Polar factor by the eigenvectors of AᵀA, and which matrices of the batch it is good for."""
     values, vectors = torch.linalg.eigh(a.mT @ a)
-    good = values[..., 0] * _GRAM_CONDITION_LIMIT >= values[..., -1]
+    good = (values[..., 0] > 0) & (values[..., 0] * _GRAM_CONDITION_LIMIT >= values[..., -1])
     values = torch.where(good.unsqueeze(-1), values, torch.ones_like(values))
     return newton_schulz_polish(a @ (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mT), good
 

@@ -79,7 +79,7 @@ class Stiefel(Manifold):
         self.check_shape(shape)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         gaussian = torch.randn(shape, dtype=compute_dtype(dtype), device=device, generator=generator)
-        return qr_positive(gaussian)[0].to(dtype)
+        return qr_positive(gaussian)[0].to(dtype).contiguous()
 
     @upcast_half
     def project_point(self, a: Tensor) -> Tensor:
@@ -113,11 +113,13 @@ class Stiefel(Manifold):
 
     @upcast_half
     def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        gaussian = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-        u = self.project(x, gaussian)
         if self.dim(x.shape) == 0:
             return torch.zeros_like(x)
-        return u / self.norm(x, u)[..., None, None]
+        u = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+        for _ in range(3):  # again and again for a draw that lies almost in the normal space
+            u = self.project(x, u)
+            u = u / self.norm(x, u)[..., None, None]
+        return u
 
     # --- metric -------------------------------------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ class RiemannianAdam(torch.optim.Optimizer):
             warnings.warn(
                 f"weight_decay={group['weight_decay']:g} is set on a group that holds only frames, where it has no "
                 "effect: the gradient of the decay is normal to the manifold",
-                stacklevel=4,
+                stacklevel=5,  # the caller of the constructor
             )
 
     def _name(self, group: dict[str, Any], index: int) -> str:

@@ -189,7 +189,7 @@ def test_trains_with_riemannian_adam_and_stays_on_the_manifold():
         loss = (layer(x, x, x)[0] - target).square().mean()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0]
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         weight, before = getattr(layer, name).weight, getattr(start, name).weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import NoReturn
 
@@ -118,6 +119,23 @@ class Manifold(ABC):
     @abstractmethod
     def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random tangent vector at ``x`` of unit norm in the metric, and 0 where the space is a point."""
+
+    def tangent_basis(self, x: Tensor) -> Tensor:
+        """A basis of the tangent space at ``x``, orthonormal in the metric: (*batch, dim, *point shape).
+
+        This default projects the ambient unit vectors and diagonalizes their Gram matrix in the metric, so it serves
+        any metric; its cost is cubic in the number of entries of a point.
+        """
+        batch, shape = x.shape[: x.ndim - self.ndim], x.shape[x.ndim - self.ndim :]
+        size = math.prod(shape)
+        units = torch.eye(size, dtype=x.dtype, device=x.device).reshape(size, *(1,) * len(batch), *shape)
+        spanning = self.project(x, units.expand(size, *x.shape))
+        gram = self.inner(x, spanning.unsqueeze(0), spanning.unsqueeze(1)).movedim((0, 1), (-2, -1))
+        values, vectors = torch.linalg.eigh(gram)
+        dim = self.dim(x.shape)
+        coefficients = vectors[..., size - dim :] * values[..., None, size - dim :].rsqrt()
+        flat = coefficients.mT @ spanning.movedim(0, len(batch)).flatten(len(batch) + 1)
+        return flat.reshape(*batch, dim, *shape)
 
     # --- metric -------------------------------------------------------------------------------------------------
 

@@ -3,26 +3,37 @@
 import torch as _torch
 
 from . import parameter as _parameter
-from .errors import NotOnManifoldError
+from .errors import LogNotConvergedError, NotOnManifoldError
 from .euclidean import Euclidean
 from .manifold import Manifold
 from .metrics import AlphaMetric, CanonicalMetric, EuclideanMetric, Metric
 from .parameter import ManifoldParameter
-from .retractions import QR, Cayley, Polar, Retraction
+from .retractions import QR, Cayley, Exponential, Polar, Retraction
 from .stiefel import Stiefel
-from .transports import ProjectionTransport, VectorTransport
+from .transports import (
+    CayleyTransport,
+    DifferentiatedTransport,
+    ParallelTransport,
+    ProjectionTransport,
+    VectorTransport,
+)
 
 __all__ = [
     "QR",
     "AlphaMetric",
     "CanonicalMetric",
     "Cayley",
+    "CayleyTransport",
+    "DifferentiatedTransport",
     "Euclidean",
     "EuclideanMetric",
+    "Exponential",
+    "LogNotConvergedError",
     "Manifold",
     "ManifoldParameter",
     "Metric",
     "NotOnManifoldError",
+    "ParallelTransport",
     "Polar",
     "ProjectionTransport",
     "Retraction",
@@ -38,8 +49,12 @@ _torch.serialization.add_safe_globals(
         AlphaMetric,
         CanonicalMetric,
         Cayley,
+        CayleyTransport,
+        DifferentiatedTransport,
         Euclidean,
         EuclideanMetric,
+        Exponential,
+        ParallelTransport,
         Polar,
         ProjectionTransport,
         QR,

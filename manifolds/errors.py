@@ -1,6 +1,6 @@
 """Errors that manifolds raise."""
 
-__all__ = ["NotOnManifoldError"]
+__all__ = ["LogNotConvergedError", "NotOnManifoldError"]
 
 
 class NotOnManifoldError(ValueError):
@@ -18,3 +18,18 @@ class NotOnManifoldError(ValueError):
 
     def __reduce__(self):
         return type(self), (self.args[0], self.error, self.atol)
+
+
+class LogNotConvergedError(ValueError):
+    """No logarithm was found: the points are too far apart, or at each other's cut locus.
+
+    Attributes:
+        residual: ‖exp(x, u) − y‖ at the best u that was found.
+    """
+
+    def __init__(self, message: str, residual: float) -> None:
+        super().__init__(message)
+        self.residual = residual
+
+    def __reduce__(self):
+        return type(self), (self.args[0], self.residual)

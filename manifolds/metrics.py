@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .linalg import frobenius_inner, newton_schulz_polish, skew, sym
+from . import geodesics, integration
+from .linalg import frobenius_inner, skew, sym
 
 __all__ = ["AlphaMetric", "CanonicalMetric", "EuclideanMetric", "Metric"]
 
@@ -17,7 +20,9 @@ class Metric(ABC):
     """A Riemannian metric. Value objects: immutable, compared by value, without tensors.
 
     Points are (..., n, p) with XᵀX = I. A metric is defined by :meth:`inner` and its Riesz map
-    :meth:`egrad_to_rgrad`.
+    :meth:`egrad_to_rgrad`, which must be smooth functions of x in torch operations; that is all a new metric has to
+    write. The rest then comes from a geodesic integrator and a shooting solver, to the relative tolerance
+    ``integration.TOLERANCE`` (1e-9), or an error where that is not reached. A metric with closed forms overrides them.
     """
 
     @abstractmethod
@@ -28,9 +33,45 @@ class Metric(ABC):
     def egrad_to_rgrad(self, x: Tensor, g: Tensor) -> Tensor:
         """The tangent ξ with ⟨ξ, u⟩ = tr gᵀu for every tangent u."""
 
+    def acceleration(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """S(u, v), symmetric and bilinear, with S(u, u) the ambient acceleration γ''(0) of the geodesic along u.
+
+        −S is the Christoffel form in ambient coordinates: V is parallel along γ iff V' = S(γ', V).
+        """
+        return integration.polarized_acceleration(self, x, u, v)
+
+    def hessian_correction(self, x: Tensor, egrad: Tensor, u: Tensor) -> Tensor:
+        """The ambient Z with tr ZᵀV = ⟨egrad, S(u, V)⟩ for every tangent V; see :meth:`acceleration`."""
+        with torch.enable_grad():
+            v = torch.zeros_like(u).requires_grad_()
+            value = (egrad * self.acceleration(x, u, v)).sum()
+            recording = any(t.requires_grad for t in (x, egrad, u))
+            return torch.autograd.grad(value, v, create_graph=recording)[0]
+
     def exp(self, x: Tensor, u: Tensor) -> Tensor:
-        """The exponential map of this metric."""
-        raise NotImplementedError(f"{type(self).__name__} has no exp")
+        """The exponential map. The normal part of u, if any, is ignored."""
+        return integration.geodesic(self, x, u)[0]
+
+    def exp_differential(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """The derivative of s ↦ exp(x, u + s·v) at s = 0."""
+        raise NotImplementedError(f"{type(self).__name__} has no exp_differential")
+
+    def log(self, x: Tensor, y: Tensor) -> Tensor:
+        """The u with exp(x, u) = y.
+
+        Raises:
+            LogNotConvergedError: none was found.
+        """
+        return integration.shoot(self, x, y)
+
+    def parallel_transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """Carry v along the geodesic from x with velocity u to exp(x, u)."""
+        return integration.geodesic(self, x, u, v)[1]
+
+    @property
+    def injectivity_radius(self) -> float:
+        """A lower bound, for all shapes, of the radius within which exp is injective."""
+        raise NotImplementedError(f"{type(self).__name__} has no injectivity_radius")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +80,8 @@ class AlphaMetric(Metric):
 
     Hüper, Markina & Silva Leite, "A Lagrangian approach to extremal curves on Stiefel manifolds" (2021); Zimmermann &
     Hüper, "Computing the Riemannian logarithm on the Stiefel manifold: metrics, methods, and performance" (2022).
-    α = −1/2 is the Euclidean (embedded) metric, α = 0 the canonical one.
+    α = −1/2 is the Euclidean (embedded) metric, α = 0 the canonical one. The geodesics are in
+    :mod:`geodescent.manifolds.geodesics`.
 
     Raises:
         ValueError: α ≤ −1, or not finite.
@@ -77,29 +119,53 @@ class AlphaMetric(Metric):
             rotation = rotation + (2 * self.alpha + 1) * skew(inner)
         return g + x @ rotation
 
-    def exp(self, x: Tensor, u: Tensor) -> Tensor:
-        """Exp_x(u) in p-sized factors.
+    def acceleration(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        return geodesics.acceleration(x, u, v, self.alpha)
 
-        With A = XᵀU and B = U − XA, the generator of the geodesic (math of the two papers above) maps the columns of
-        [X, B] among themselves, M[X, B] = [X, B][[A/(α+1), −BᵀB], [I, 0]]. One 2p×2p exponential in that
-        (not orthonormal) basis therefore gives expm(M)X without a QR factorization, and with a derivative also where
-        B loses rank, as it does at u = 0.
+    def hessian_correction(self, x: Tensor, egrad: Tensor, u: Tensor) -> Tensor:
+        return geodesics.acceleration_adjoint(x, u, egrad, self.alpha)
+
+    def exp(self, x: Tensor, u: Tensor) -> Tensor:
+        return geodesics.exp(x, u, self.alpha)
+
+    def exp_differential(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        return geodesics.exp_differential(x, u, v, self.alpha)
+
+    def log(self, x: Tensor, y: Tensor) -> Tensor:
+        return geodesics.log(x, y, self.alpha)
+
+    def parallel_transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        return geodesics.parallel_transport(x, u, v, self.alpha)
+
+    @property
+    def injectivity_radius(self) -> float:
+        """π for α = −1/2 (Zimmermann & Stoye 2024) and √(4/5)π for α = 0 (Rentmeesters 2013), both proved.
+
+        For other α the radius that is conjectured (Absil & Mataigne 2024), which is proved only as an upper bound: with
+        β = 1/(2(α+1)), π·min(1, √(2β), √2·t/π), t the first root of sin t/t + ((1−β)/β)·cos t, where geodesics close
+        or conjugate points appear.
         """
-        p = x.shape[-1]
-        inner = x.mT @ u
-        a = skew(inner)
-        b = u - x @ inner
-        gram = b.mT @ b
-        # B is divided by its size s to balance the two blocks, or the exponential would lose digits to scaling
-        s = (gram.detach().diagonal(dim1=-2, dim2=-1).sum(-1).sqrt() / p**0.5).clamp_min(1e-3)[..., None, None]
-        identity = torch.eye(p, dtype=x.dtype, device=x.device).expand(gram.shape)
-        top = torch.cat([a / (self.alpha + 1), -gram / s], -1)
-        bottom = torch.cat([s * identity, torch.zeros_like(identity)], -1)
-        block = torch.linalg.matrix_exp(torch.cat([top, bottom], -2))[..., :p]
-        y = x @ block[..., :p, :] + (b / s) @ block[..., p:, :]
-        if self.alpha != 0:
-            y = y @ torch.linalg.matrix_exp(self.alpha / (self.alpha + 1) * a)
-        return newton_schulz_polish(y)
+        if self.alpha == 0:
+            return math.sqrt(4 / 5) * math.pi
+        beta = 1 / (2 * (self.alpha + 1))
+        return min(math.pi, math.sqrt(2 * beta) * math.pi, math.sqrt(2) * _first_conjugate_angle(beta))
+
+
+def _first_conjugate_angle(beta: float) -> float:
+    """The first positive root of sin t + ((1−β)/β)·t·cos t, by bisection; π where there is none before."""
+
+    def f(t: float) -> float:
+        return math.sin(t) + (1 - beta) / beta * t * math.cos(t)
+
+    # f > 0 near 0 if β ≤ 1, and cos turns negative at π/2; for β > 1 the second term is negative from the start
+    samples = [math.pi * i / 4096 for i in range(1, 4097)]
+    for low, high in itertools.pairwise(samples):
+        if f(low) * f(high) <= 0:
+            for _ in range(60):
+                middle = (low + high) / 2
+                low, high = (low, middle) if f(low) * f(middle) <= 0 else (middle, high)
+            return low
+    return math.pi
 
 
 class EuclideanMetric(AlphaMetric):

@@ -13,18 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .geodesics import split
 from .linalg import (
     newton_schulz_polish,
+    polar_differential,
     polar_factor,
     qr_positive,
-    skew,
     solve_right,
     stein_lyapunov_solve,
     upcast_half,
 )
 from .metrics import CanonicalMetric, EuclideanMetric, Metric
 
-__all__ = ["QR", "Cayley", "Polar", "Retraction"]
+__all__ = ["QR", "Cayley", "Exponential", "Polar", "Retraction"]
 
 
 class Retraction(ABC):
@@ -41,6 +42,14 @@ class Retraction(ABC):
             ValueError: y is not in the range of R_x.
         """
         raise NotImplementedError(f"{type(self).__name__} has no inverse_retract")
+
+    def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """The differential DR_x(u)[v], tangent at R_x(u), for v tangent at x."""
+        raise NotImplementedError(f"{type(self).__name__} has no pushforward")
+
+    def with_metric(self, metric: Metric) -> Retraction:
+        """The same retraction on a manifold with this metric; only :class:`Exponential` depends on it."""
+        return self
 
     @abstractmethod
     def order(self, metric: Metric) -> int:
@@ -71,6 +80,10 @@ class Polar(Retraction):
         if s.numel() and not bool((torch.linalg.cholesky_ex(s).info == 0).all()):
             raise ValueError(_out_of_range("polar"))
         return y @ s - x
+
+    @upcast_half
+    def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        return polar_differential(x + u, self.retract(x, u), v)
 
     def order(self, metric: Metric) -> int:
         return 2 if metric == EuclideanMetric() else 1
@@ -106,6 +119,15 @@ class QR(Retraction):
             rows.append(torch.nn.functional.pad(r, (0, p - j - 1)))
         return y @ torch.stack(rows, -1) - x if rows else y - x
 
+    @upcast_half
+    def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        # d(QR): with W = V R⁻¹, dQ = Q(L − Lᵀ) + (I − QQᵀ)W, L the strictly lower part of QᵀW
+        q, r = qr_positive(x + u)
+        w = torch.linalg.solve_triangular(r, v, upper=True, left=False)
+        inner = q.mT @ w
+        lower = inner.tril(-1)
+        return q @ (lower - lower.mT - inner) + w
+
     def order(self, metric: Metric) -> int:
         return 1
 
@@ -120,13 +142,16 @@ class Cayley(Retraction):
     "Riemannian conjugate gradient methods with inverse retraction" (2020).
     """
 
+    @staticmethod
+    def core(a: Tensor, b: Tensor) -> Tensor:
+        """I + BᵀB/4 − A/2, the p×p matrix of a step u = xA + B."""
+        identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        return identity + b.mT @ b / 4 - a / 2
+
     @upcast_half
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
-        inner = x.mT @ u
-        b = u - x @ inner
-        identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-        k = identity + b.mT @ b / 4 - skew(inner) / 2
-        return newton_schulz_polish(solve_right(2 * x + b, k) - x)
+        a, b = split(x, u)
+        return newton_schulz_polish(solve_right(2 * x + b, self.core(a, b)) - x)
 
     @upcast_half
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
@@ -137,8 +162,50 @@ class Cayley(Retraction):
             raise ValueError(_out_of_range("Cayley"))
         return u
 
+    @upcast_half
+    def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        (a, b), (da, db) = split(x, u), split(x, v)
+        k = self.core(a, b)
+        dk = (db.mT @ b + b.mT @ db) / 4 - da / 2
+        return solve_right(db - solve_right(2 * x + b, k) @ dk, k)
+
     def order(self, metric: Metric) -> int:
         return 2 if metric == CanonicalMetric() else 1
+
+
+@dataclass(frozen=True)
+class Exponential(Retraction):
+    """R_x(u) = Exp_x(u), the exponential map of a metric; of the manifold's own where none is named.
+
+    Args:
+        metric: whose geodesics to follow. None: :class:`Stiefel` fills in its metric.
+    """
+
+    metric: Metric | None = None
+
+    def with_metric(self, metric: Metric) -> Exponential:
+        return Exponential(metric) if self.metric is None else self
+
+    def _own(self) -> Metric:
+        if self.metric is None:
+            raise ValueError("Exponential() follows the metric of a manifold: use it through one, or name a metric")
+        return self.metric
+
+    @upcast_half
+    def retract(self, x: Tensor, u: Tensor) -> Tensor:
+        return self._own().exp(x, u)
+
+    @upcast_half
+    def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._own().log(x, y)
+
+    @upcast_half
+    def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        return self._own().exp_differential(x, u, v)
+
+    def order(self, metric: Metric) -> int:
+        """2 for its own metric, where it is exact; 1 for any other."""
+        return 2 if self.with_metric(metric) == Exponential(metric) else 1
 
 
 def _out_of_range(kind: str) -> str:

@@ -25,8 +25,9 @@ class Stiefel(Manifold):
 
     Args:
         metric: :class:`EuclideanMetric`, :class:`CanonicalMetric`, another :class:`AlphaMetric`, or your own.
-        retraction: :class:`Polar`, :class:`QR` or :class:`Cayley`.
-        vector_transport: :class:`ProjectionTransport`.
+        retraction: :class:`Polar`, :class:`QR`, :class:`Cayley` or :class:`Exponential`.
+        vector_transport: :class:`ProjectionTransport`, :class:`DifferentiatedTransport`, :class:`CayleyTransport`
+            (with the Cayley retraction) or :class:`ParallelTransport` (with the exponential one).
 
     Example:
         >>> import torch
@@ -48,6 +49,7 @@ class Stiefel(Manifold):
             found = getattr(self, name)
             if not isinstance(found, kind):
                 raise TypeError(f"{name} must be a {kind.__name__} object, found {found!r}")
+        self.vector_transport.check(self)
 
     # --- shapes -------------------------------------------------------------------------------------------------
 
@@ -133,6 +135,16 @@ class Stiefel(Manifold):
         self.check_shape(x.shape)
         return self.metric.egrad_to_rgrad(x, g)
 
+    @upcast_half
+    def ehess_to_rhess(self, x: Tensor, egrad: Tensor, ehess_u: Tensor, u: Tensor) -> Tensor:
+        """The Riemannian Hessian along the tangent ``u``: self-adjoint in the metric, ⟨Hess u, u⟩ = d²/dt² f(Exp(tu)).
+
+        As a bilinear form it is ∇²f[u, v] + ⟨∇f, S(u, v)⟩, −S the Christoffel form; the metric's Riesz map makes a
+        vector of it.
+        """
+        self.check_shape(x.shape)
+        return self.metric.egrad_to_rgrad(x, ehess_u + self.metric.hessian_correction(x, egrad, u))
+
     # --- geodesics ----------------------------------------------------------------------------------------------
 
     @upcast_half
@@ -141,15 +153,35 @@ class Stiefel(Manifold):
         self.check_shape(x.shape)
         return self.metric.exp(x, u)
 
+    @upcast_half
+    def log(self, x: Tensor, y: Tensor) -> Tensor:
+        """The logarithm of ``metric``: the u with exp(x, u) = y.
+
+        Beyond the injectivity radius it may be the velocity of a geodesic that is not the shortest.
+
+        Raises:
+            LogNotConvergedError: no geodesic from x to y was found.
+        """
+        self.check_shape(x.shape)
+        return self.metric.log(x, y)
+
+    def dist(self, x: Tensor, y: Tensor) -> Tensor:
+        """The length of :meth:`log`; 0 with derivative 0 at equal points."""
+        return self.norm(x, self.log(x, y))
+
+    @property
+    def injectivity_radius(self) -> float:
+        return self.metric.injectivity_radius
+
     # --- retraction and transport ---------------------------------------------------------------------------------
 
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
         self.check_shape(x.shape)
-        return self.retraction.retract(x, u)
+        return self.retraction.with_metric(self.metric).retract(x, u)
 
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
         self.check_shape(x.shape)
-        return self.retraction.inverse_retract(x, y)
+        return self.retraction.with_metric(self.metric).inverse_retract(x, y)
 
     def transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         self.check_shape(x.shape)

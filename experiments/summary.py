@@ -1,0 +1,252 @@
+"""From results lines to the table and the plain words: numbers first, and text computed from the numbers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .arms import BASELINE
+from .statistics import PairedDifference, mean_and_sd, paired_difference
+from .studies import Headline
+
+__all__ = ["ArmSummary", "Summary", "summarize"]
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """One row of the table. Averages are over the cells that ended well; `values` is seed -> headline value, with
+    None for "not reached", in shown units."""
+
+    arm: str
+    n: int
+    failed: int
+    values: dict[int, float | None]
+    mean: float | None
+    sd: float | None
+    difference: PairedDifference | None  # None for the baseline itself, and where there is no baseline
+    test_accuracy: float | None
+    qk_movement: float | None
+    condition: float | None
+    capped: float | None
+    seconds: float | None
+
+    @property
+    def reached(self) -> int:
+        return sum(value is not None for value in self.values.values())
+
+
+@dataclass(frozen=True)
+class Summary:
+    headline: Headline
+    arms: tuple[ArmSummary, ...]
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+def summarize(records: Sequence[Record], headline: Headline, baseline: str = BASELINE) -> Summary:
+    """The table of `records`, arms in the order in which they first appear."""
+    by_arm: dict[str, list[Record]] = {}
+    for record in records:
+        by_arm.setdefault(record["arm"], []).append(record)
+    reference = _counted(by_arm.get(baseline, []), headline)
+    arms = tuple(
+        _arm(arm, found, headline, reference if arm != baseline and baseline in by_arm else None)
+        for arm, found in by_arm.items()
+    )
+    header, rows = _table(arms, headline, baseline)
+    return Summary(headline, arms, header, rows, _notes(arms, headline), _words(arms, records, headline, baseline))
+
+
+def headline_values(records: Sequence[Record], headline: Headline) -> dict[int, float | None]:
+    """seed -> the headline number in shown units, None where it was not reached."""
+    values: dict[int, float | None] = {}
+    for record in records:
+        if record["status"] == "ok":
+            value = record["metrics"].get(headline.metric)
+            values[record["seed"]] = None if value is None else value * headline.scale
+    return values
+
+
+def _counted(records: Sequence[Record], headline: Headline) -> dict[int, float]:
+    """The same, with "not reached" counted as the cap."""
+    values = {
+        seed: headline.cap if value is None else value for seed, value in headline_values(records, headline).items()
+    }
+    return {seed: value for seed, value in values.items() if value is not None}
+
+
+def _arm(arm: str, records: Sequence[Record], headline: Headline, reference: dict[int, float] | None) -> ArmSummary:
+    ok = [record for record in records if record["status"] == "ok"]
+    values = headline_values(records, headline)
+    mean, sd = mean_and_sd([value for value in values.values() if value is not None])
+
+    def average(name: str) -> float | None:
+        found = [record["metrics"].get(name) for record in ok]
+        return mean_and_sd([value for value in found if value is not None])[0]
+
+    query, key = average("query_condition"), average("key_condition")
+    difference = None
+    if reference is not None:
+        difference = paired_difference(_counted(records, headline), reference, headline.higher_is_better)
+    return ArmSummary(
+        arm=arm,
+        n=len(ok),
+        failed=len(records) - len(ok),
+        values=values,
+        mean=mean,
+        sd=sd,
+        difference=difference,
+        test_accuracy=average("test_accuracy"),
+        qk_movement=average("qk_movement"),
+        condition=None if query is None or key is None else max(query, key),
+        capped=average("capped_fraction"),
+        seconds=mean_and_sd([record["wall_seconds"] for record in ok])[0],
+    )
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+
+def _table(
+    arms: Sequence[ArmSummary], headline: Headline, baseline: str
+) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    columns: list[tuple[str, list[str]]] = [
+        ("arm", [arm.arm for arm in arms]),
+        ("n", [str(arm.n) + (f" ({arm.failed} failed)" if arm.failed else "") for arm in arms]),
+        (f"{headline.short}, mean ± sd", [_headline_cell(arm, headline) for arm in arms]),
+        *([("reached", [f"{arm.reached} of {arm.n}" for arm in arms])] if headline.cap is not None else []),
+        (f"minus {baseline} [95 % interval]", [_difference_cell(arm.difference, headline) for arm in arms]),
+        ("wins", [_wins_cell(arm.difference) for arm in arms]),
+    ]
+    if headline.metric != "test_accuracy":
+        columns.append(("test accuracy", [_percent(arm.test_accuracy, 1) for arm in arms]))
+    columns += [
+        ("Q/K moved", [_percent(arm.qk_movement, 1) for arm in arms]),
+        ("κ at the end", [_significant(arm.condition) for arm in arms]),
+        ("capped steps", [_percent(arm.capped, 1) for arm in arms]),
+        ("seconds a run", [_number(arm.seconds, 1) for arm in arms]),
+    ]
+    header = tuple(name for name, _ in columns)
+    return header, tuple(zip(*(cells for _, cells in columns), strict=True))
+
+
+def _headline_cell(arm: ArmSummary, headline: Headline) -> str:
+    if arm.mean is None:
+        return "not reached" if arm.n else "–"
+    text = _number(arm.mean, headline.digits)
+    if arm.sd is not None:
+        text += f" ± {_number(arm.sd, headline.digits)}"
+    return text
+
+
+def _difference_cell(difference: PairedDifference | None, headline: Headline) -> str:
+    if difference is None or difference.mean is None:
+        return "–"
+    text = _signed(difference.mean, headline.digits)
+    if difference.low is None or difference.high is None:
+        return f"{text} (one pair)"
+    return f"{text} [{_signed(difference.low, headline.digits)}, {_signed(difference.high, headline.digits)}]"
+
+
+def _wins_cell(difference: PairedDifference | None) -> str:
+    if difference is None or not difference.n:
+        return "–"
+    ties = f", {difference.ties} tied" if difference.ties else ""
+    return f"{difference.wins} of {difference.n}{ties}"
+
+
+def _notes(arms: Sequence[ArmSummary], headline: Headline) -> tuple[str, ...]:
+    better = "Higher" if headline.higher_is_better else "Lower"
+    notes = [
+        f"{better} is better. Differences are taken between runs of the same seed, which share their data, its order "
+        "and every initial value outside Q and K; the interval is Student's t over seeds.",
+        "Q/K moved: ‖W − W₀‖/‖W₀‖ over all query and key weights. κ: condition number of a head's Q or K, mean over "
+        "heads and layers, the larger of Q and K. Capped: steps of frames that the trust radius shortened.",
+        "Principal-angle drift: the 2-norm of the angles between the column space of a head's Q or K now and at the "
+        "start, mean over heads and layers.",
+    ]
+    if headline.cap is not None and any(arm.reached < arm.n for arm in arms):
+        notes.insert(
+            1,
+            f"In differences and wins, “not reached” counts as the last step, {headline.cap:,.0f}; the mean and its sd "
+            "are over the runs that reached.",
+        )
+    return tuple(notes)
+
+
+# --- the words ----------------------------------------------------------------------------------------------------
+
+
+def _words(arms: Sequence[ArmSummary], records: Sequence[Record], headline: Headline, baseline: str) -> tuple[str, ...]:
+    words = []
+    if headline.cap is not None:
+        reached = ", ".join(f"{arm.arm} in {arm.reached} of {arm.n}" for arm in arms if arm.n)
+        if reached:
+            words.append(f"Runs that {headline.goal} within {headline.cap:,.0f} steps: {reached}.")
+    for arm in arms:
+        if arm.difference is not None:
+            words.append(_comparison(arm.arm, arm.difference, headline, baseline))
+    moved = [(arm.arm, arm.qk_movement) for arm in arms if arm.qk_movement is not None]
+    if moved:
+        parts = [f"{name}: {'not at all' if value == 0 else _percent(value, 1)}" for name, value in moved]
+        words.append(f"How far Q and K moved from where they began, as a share of their norm: {'; '.join(parts)}.")
+    conditions = [f"{arm.arm} {_significant(arm.condition)}" for arm in arms if arm.condition is not None]
+    if conditions:
+        words.append(f"Condition number of Q and K at the end (1 is perfect): {'; '.join(conditions)}.")
+    if failed := [record for record in records if record["status"] == "failed"]:
+        first = failed[0]
+        words.append(
+            f"{len(failed)} of {len(records)} runs failed and are left out; the first, {first['arm']} with seed "
+            f"{first['seed']}: {first.get('error', 'no message')}"
+        )
+    return tuple(words)
+
+
+def _comparison(arm: str, difference: PairedDifference, headline: Headline, baseline: str) -> str:
+    if difference.mean is None:
+        return f"{arm} and {baseline} have no seed in common that both finished: nothing to compare."
+    size = _amount(difference.mean, headline)
+    if difference.low is None or difference.high is None:
+        return f"{arm} minus {baseline}: {size}, from one pair of runs, which says nothing about chance."
+    interval = f"95 % interval {_amount(difference.low, headline)} to {_amount(difference.high, headline)}"
+    score = f"better in {difference.wins} of {difference.n} pairs"
+    if difference.verdict == "no difference found":
+        return (
+            f"{arm} against {baseline}: no difference found in {headline.label} (mean {size}, {interval}, which "
+            f"includes 0; {score})."
+        )
+    return (
+        f"{arm} is {difference.verdict} than {baseline} in {headline.label}: {size} on average ({interval}; {score})."
+    )
+
+
+def _amount(value: float, headline: Headline) -> str:
+    unit = "points" if headline.unit == "%" else headline.unit
+    return f"{_signed(value, headline.digits)} {unit}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _significant(value: float | None, digits: int = 3) -> str:
+    if value is None or not value:
+        return _number(value, 0)
+    return _number(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
+
+
+def _signed(value: float, digits: int) -> str:
+    text = f"{abs(value):,.{digits}f}"
+    if not float(text.replace(",", "")):
+        return text
+    return ("+" if value > 0 else "−") + text
+
+
+def _percent(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{100 * value:.{digits}f} %"

@@ -1,0 +1,126 @@
+import math
+
+import numpy as np
+import pytest
+from geodescent.experiments.statistics import mean_and_sd, paired_difference
+from geodescent.experiments.studies import Headline
+from geodescent.experiments.summary import summarize
+from scipy import stats
+
+STEPS = Headline("steps_to_95", "steps to 95 %", "steps to 95 %", "steps", False, digits=0, cap=1000, goal="got there")
+ACCURACY = Headline("test_accuracy", "test accuracy", "test accuracy, %", "%", True, scale=100.0, digits=2)
+
+
+def test_the_interval_is_that_of_the_paired_t_test():
+    generator = np.random.default_rng(0)
+    arm, baseline = generator.normal(1, 1, 6), generator.normal(0, 1, 6)
+    paired = paired_difference(dict(enumerate(arm)), dict(enumerate(baseline)), higher_is_better=True)
+    expected = stats.ttest_rel(arm, baseline).confidence_interval(0.95)
+    assert paired.mean == pytest.approx(np.mean(arm) - np.mean(baseline))
+    assert (paired.low, paired.high) == (pytest.approx(expected.low), pytest.approx(expected.high))
+
+
+def test_three_pairs_by_hand():
+    # differences 1, 2, 3: mean 2, sd 1, and t(0.975, 2) = 4.302653 of any table
+    paired = paired_difference({0: 1.0, 1: 4.0, 2: 6.0}, {0: 0.0, 1: 2.0, 2: 3.0, 9: 5.0}, higher_is_better=True)
+    assert paired.seeds == (0, 1, 2)
+    assert paired.differences == (1.0, 2.0, 3.0)
+    assert paired.low == pytest.approx(2 - 4.302653 / math.sqrt(3), abs=1e-5)
+    assert paired.high == pytest.approx(2 + 4.302653 / math.sqrt(3), abs=1e-5)
+    assert (paired.wins, paired.ties, paired.losses) == (3, 0, 0)
+    assert paired.verdict == "no difference found"
+
+
+@pytest.mark.parametrize(
+    ("differences", "higher_is_better", "verdict", "wins"),
+    [
+        ((5.0, 6.0, 5.5), True, "better", 3),
+        ((5.0, 6.0, 5.5), False, "worse", 0),
+        ((-5.0, -6.0, -5.5), False, "better", 3),
+        ((-5.0, 6.0, 0.0), True, "no difference found", 1),
+        ((2.0, 2.0), True, "better", 2),  # no spread at all
+        ((0.0, 0.0), True, "no difference found", 0),
+        ((3.0,), True, "too few pairs", 1),
+        ((), True, "too few pairs", 0),
+    ],
+)
+def test_verdicts(differences, higher_is_better, verdict, wins):
+    paired = paired_difference(dict(enumerate(differences)), dict.fromkeys(range(9), 0.0), higher_is_better)
+    assert paired.verdict == verdict
+    assert paired.wins == wins
+    assert paired.n == len(differences) == paired.wins + paired.ties + paired.losses
+    if len(differences) < 2:
+        assert paired.low is None
+
+
+def test_mean_and_sd():
+    assert mean_and_sd([]) == (None, None)
+    assert mean_and_sd([3.0]) == (3.0, None)
+    assert mean_and_sd([1.0, 2.0, 3.0]) == (2.0, 1.0)
+
+
+# --- the table and the words --------------------------------------------------------------------------------------
+
+
+def _column(summary, name):
+    return {row[0]: row[summary.header.index(name)] for row in summary.rows}
+
+
+def test_a_run_that_did_not_get_there_is_shown_so_and_counts_as_the_cap(make_record):
+    records = [
+        make_record("adamw", 0, metrics={"steps_to_95": None}),
+        make_record("adamw", 1, metrics={"steps_to_95": 400}),
+        make_record("frozen", 0, metrics={"steps_to_95": 300}),
+        make_record("frozen", 1, metrics={"steps_to_95": 500}),
+    ]
+    summary = summarize(records, STEPS)
+    assert _column(summary, "reached") == {"adamw": "1 of 2", "frozen": "2 of 2"}
+    assert _column(summary, "steps to 95 %, mean ± sd") == {"adamw": "400", "frozen": "400 ± 141"}
+    difference = summary.arms[1].difference
+    assert difference is not None
+    assert difference.differences == (-700.0, 100.0)
+    assert _column(summary, "wins") == {"adamw": "–", "frozen": "1 of 2"}
+    assert any("“not reached” counts as the last step, 1,000" in note for note in summary.notes)
+    assert summary.words[0] == "Runs that got there within 1,000 steps: adamw in 1 of 2, frozen in 2 of 2."
+
+
+def test_no_run_got_there(make_record):
+    summary = summarize([make_record(seed=seed, metrics={"steps_to_95": None}) for seed in (0, 1)], STEPS)
+    assert _column(summary, "steps to 95 %, mean ± sd") == {"adamw": "not reached"}
+
+
+def test_words_say_no_difference_where_the_interval_includes_zero(make_record):
+    values = {"adamw": (0.5, 0.6, 0.7), "frozen": (0.6, 0.5, 0.71), "riemannian-adam": (0.55, 0.66, 0.75)}
+    records = [
+        make_record(arm, seed, metrics={"test_accuracy": value})
+        for arm, own in values.items()
+        for seed, value in enumerate(own)
+    ]
+    words = summarize(records, ACCURACY).words
+    assert "frozen against adamw: no difference found in test accuracy (mean +0.33 points" in words[0]
+    assert "which includes 0; better in 2 of 3 pairs" in words[0]
+    assert words[1].startswith("riemannian-adam is better than adamw in test accuracy: +5.33 points on average")
+
+
+def test_one_pair_has_no_interval(make_record):
+    summary = summarize([make_record(), make_record("frozen", metrics={"test_accuracy": 0.8})], ACCURACY)
+    assert _column(summary, "minus adamw [95 % interval]")["frozen"] == "−10.00 (one pair)"
+    assert "says nothing about chance" in summary.words[0]
+
+
+def test_failed_cells_are_counted_and_left_out(make_record):
+    records = [
+        make_record(),
+        make_record("frozen", status="failed", metrics={"steps": 3}, history={}, error="it diverged"),
+    ]
+    summary = summarize(records, ACCURACY)
+    assert _column(summary, "n") == {"adamw": "1", "frozen": "0 (1 failed)"}
+    assert _column(summary, "test accuracy, %, mean ± sd")["frozen"] == "–"
+    assert any("1 of 2 runs failed" in sentence and "it diverged" in sentence for sentence in summary.words)
+    assert any("nothing to compare" in sentence for sentence in summary.words)
+
+
+def test_without_the_baseline_nothing_is_compared(make_record):
+    summary = summarize([make_record("frozen", seed) for seed in (0, 1)], ACCURACY)
+    assert summary.arms[0].difference is None
+    assert _column(summary, "minus adamw [95 % interval]") == {"frozen": "–"}

@@ -68,7 +68,7 @@ def _root(
 def modular(
     context: typer.Context,
     arm: Arms = None,
-    seeds: Seeds = 5,
+    seeds: Seeds = 4,
     steps: Annotated[int, typer.Option(min=1, help="Training steps at most.")] = ModularStudy.steps,
     lr: Lr = ModularStudy.lr,
     weight_decay: WeightDecay = ModularStudy.weight_decay,

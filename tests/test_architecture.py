@@ -23,9 +23,12 @@ def test_a_folder_imports_only_what_lies_below_it(folder):
             if isinstance(node, ast.ImportFrom) and node.level > depth:
                 target = (node.module or "").split(".")[0]
                 assert target in ALLOWED[folder], f"{path.relative_to(ROOT)}:{node.lineno} imports {target}"
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and not node.level:
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
+            else:
+                continue
             for name in names:
                 assert not name.startswith("geodescent"), f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
 

@@ -25,6 +25,7 @@ __all__ = [
     "expm",
     "frobenius_inner",
     "frobenius_norm",
+    "lu_unpivoted",
     "lyapunov_solve",
     "newton_schulz_polish",
     "polar_differential",
@@ -138,6 +139,22 @@ def solve_left(k: Tensor, b: Tensor) -> Tensor:
     """K⁻¹ B for general square K, through QR."""
     q, r = torch.linalg.qr(k)
     return torch.linalg.solve_triangular(r, q.mT @ b, upper=True)
+
+
+def lu_unpivoted(m: Tensor) -> tuple[Tensor, Tensor]:
+    """M = LU with unit lower triangular L, without pivoting: for M whose leading minors are not zero.
+
+    Elimination in tensor operations, since torch has no such factorization on the CPU.
+    """
+    columns, rows = [], []
+    p = m.shape[-1]
+    for j in range(p):
+        row = m[..., :1, :]
+        column = m[..., :, :1] / m[..., :1, :1]
+        rows.append(torch.nn.functional.pad(row, (j, 0)))
+        columns.append(torch.nn.functional.pad(column, (0, 0, j, 0)))
+        m = m[..., 1:, 1:] - column[..., 1:, :] * row[..., :, 1:]
+    return torch.cat(columns, -1), torch.cat(rows, -2)
 
 
 def polar_differential(a: Tensor, q: Tensor, da: Tensor) -> Tensor:

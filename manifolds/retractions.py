@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .geodesics import split
 from .linalg import (
+    lu_unpivoted,
     newton_schulz_polish,
     polar_differential,
     polar_factor,
@@ -93,8 +94,8 @@ class Polar(Retraction):
 class QR(Retraction):
     """R_x(u) = qf(x + u), the Q factor with diag R > 0.
 
-    Absil, Mahony & Sepulchre, "Optimization Algorithms on Matrix Manifolds" (2008), example 4.1.3; inverse by
-    columns: Kaneko, Fiori & Tanaka, "Empirical arithmetic averaging over the compact Stiefel manifold" (2013).
+    Absil, Mahony & Sepulchre, "Optimization Algorithms on Matrix Manifolds" (2008), example 4.1.3; inverse:
+    Kaneko, Fiori & Tanaka, "Empirical arithmetic averaging over the compact Stiefel manifold" (2013).
     """
 
     @upcast_half
@@ -103,21 +104,17 @@ class QR(Retraction):
 
     @upcast_half
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
-        # u = yR − x is tangent iff MR + RᵀMᵀ = 2I, M = xᵀy, R upper triangular: its j-th column is a solve with the
-        # leading j×j block of M, since the columns before it are known.
-        p = x.shape[-1]
-        m = x.mT @ y
-        rows: list[Tensor] = []  # rows[j] is column j of R, padded to p
-        for j in range(p):
-            block = m[..., : j + 1, : j + 1]
-            right = [-(m[..., j, :] * column).sum(-1) for column in rows]
-            target = torch.stack([*right, torch.ones_like(m[..., 0, 0])], -1)
-            # block · r = target, as a row system to reuse the QR-based solve
-            r = solve_right(target.unsqueeze(-2), block.mT).squeeze(-2)
-            if r.numel() and not bool((r[..., -1] > 0).all()):
-                raise ValueError(_out_of_range("QR"))
-            rows.append(torch.nn.functional.pad(r, (0, p - j - 1)))
-        return y @ torch.stack(rows, -1) - x if rows else y - x
+        # u = yR − x is tangent iff MR + RᵀMᵀ = 2I, M = xᵀy, for upper triangular R. With M = LU, V = URL⁻ᵀ is upper
+        # triangular too, and V + Vᵀ = 2L⁻¹L⁻ᵀ gives it entry by entry.
+        lower, upper = lu_unpivoted(x.mT @ y)
+        pivots = upper.diagonal(dim1=-2, dim2=-1)
+        if not bool((pivots > 0).all()):  # then, and only then, diag R > 0
+            raise ValueError(_out_of_range("QR"))
+        identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(lower)
+        inverse = torch.linalg.solve_triangular(lower, identity, upper=False, unitriangular=True)
+        c = inverse @ inverse.mT
+        v = 2 * c.triu(1) + torch.diag_embed(c.diagonal(dim1=-2, dim2=-1))
+        return y @ torch.linalg.solve_triangular(upper, v @ lower.mT, upper=True) - x
 
     @upcast_half
     def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:

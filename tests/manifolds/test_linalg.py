@@ -152,3 +152,33 @@ def test_upcast_half_computes_in_float32_and_returns_the_points_dtype():
 def test_default_atol_refuses_integers():
     with pytest.raises(TypeError, match=r"torch\.int64"):
         linalg.default_atol(torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("batch", [(), (1,), (3,)])
+@pytest.mark.parametrize("norm", [0.0, 1e-12, 1e-4, 1e-3, 0.04, 0.06, 0.099, 0.101, 0.3, 0.5, 0.58, 0.61, 1.0, 4.0])
+def test_expm_to_working_precision(dtype, batch, norm):
+    # torch's matrix_exp loses half the digits between 3e-4 and 5e-2 in float64, 5e-2 and 0.58 in float32
+    a = gaussian(*batch, 3, 3)
+    a = (norm * a / a.abs().sum(-2).amax(-1)[..., None, None]).to(dtype)
+    expected = np.stack([scipy.linalg.expm(m.double().numpy()) for m in a.reshape(-1, 3, 3)]).reshape(a.shape)
+    np.testing.assert_allclose(
+        linalg.expm(a).double().numpy(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps * np.exp(norm)
+    )
+
+
+@pytest.mark.parametrize("norm", [1e-3, 0.04, 0.5])
+def test_expm_backward_to_working_precision(norm):
+    a, g = gaussian(3, 3), 0.01 * gaussian(3, 3, seed=1)
+    a = (norm * a / a.abs().sum(-2).amax()).requires_grad_()
+    (grad,) = torch.autograd.grad((linalg.expm(a) * g).sum(), a)
+    expected = scipy.linalg.expm_frechet(a.detach().numpy().T, g.numpy(), compute_expm=False)
+    np.testing.assert_allclose(grad.numpy(), expected, rtol=0, atol=1e-16)
+
+
+def test_lu_unpivoted_is_a_factorization():
+    m = gaussian(2, 5, 5) + 5 * torch.eye(5)
+    lower, upper = linalg.lu_unpivoted(m)
+    torch.testing.assert_close(lower @ upper, m)
+    torch.testing.assert_close(lower.triu(), torch.eye(5, dtype=torch.float64).expand(2, 5, 5))
+    torch.testing.assert_close(upper.tril(-1), torch.zeros(2, 5, 5, dtype=torch.float64))

@@ -136,18 +136,3 @@ def test_rounding_in_the_point_is_damped(retraction):
     for _ in range(500):
         x = m.retract(x, 0.1 * m.random_tangent(x, generator))
     assert m.point_error(x) < 2e-6
-
-
-@pytest.mark.parametrize("retraction", RETRACTIONS, ids=repr)
-@pytest.mark.parametrize("p", [128, 192])
-def test_large_batches_on_two_threads(retraction, p):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        x, u = frame_and_tangent((16, p + 8, p), dtype=torch.float32)
-        y = retraction.retract(x, u)
-        assert Stiefel().point_error(y).max() < 5e-6
-        one = Stiefel(retraction=retraction).retract(x[3].double(), u[3].double())
-        assert (y[3] - one).abs().max() < 1e-5
-    finally:
-        torch.set_num_threads(threads)

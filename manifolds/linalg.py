@@ -19,6 +19,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .polynomial import MAX_DEGREE, inverse_sqrt_polynomial, spectral_interval
+
 __all__ = [
     "compute_dtype",
     "default_atol",
@@ -51,6 +53,9 @@ _ATOL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.b
 # A Gram matrix squares the condition number. Up to this κ(AᵀA) its eigendecomposition is as good as an SVD of A
 # after one Newton–Schulz step; beyond it the SVD is taken.
 _GRAM_CONDITION_LIMIT = 100.0
+
+# Where the spectrum of AᵀA − I lies in this interval, a polynomial of moderate degree replaces the decomposition.
+_NEAR = (-0.5, 2.0)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -251,22 +256,36 @@ def stein_lyapunov_solve(m: Tensor, c: Tensor) -> Tensor:
     raise ValueError("the Lyapunov equation MS + SMᵀ = C did not converge: the symmetric part of M is not positive")
 
 
-def _polar_by_gram(a: Tensor) -> tuple[Tensor, Tensor]:
+def _polar_by_gram(a: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """Polar factor by the eigenvectors of AᵀA, and which matrices of the batch it is good for."""
-    values, vectors = torch.linalg.eigh(a.mT @ a)
+    values, vectors = torch.linalg.eigh(gram)
     good = (values[..., 0] > 0) & (values[..., 0] * _GRAM_CONDITION_LIMIT >= values[..., -1])
     values = torch.where(good.unsqueeze(-1), values, torch.ones_like(values))
     return newton_schulz_polish(a @ (vectors * values.rsqrt().unsqueeze(-2)) @ vectors.mT), good
 
 
-def _polar_forward(a: Tensor) -> Tensor:
+def _polar_by_polynomial(a: Tensor, max_degree: int) -> Tensor | None:
+    """Polar factor of A with AᵀA near I by a polynomial as accurate as rounding; None where A is not near enough."""
+    e = a.mT @ a - torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    low, high = spectral_interval(e)
+    if not (low > _NEAR[0] and high < _NEAR[1]):  # NaN compares false
+        return None
+    polynomial = inverse_sqrt_polynomial(low, high, torch.finfo(a.dtype).eps / 4)
+    return None if polynomial is None or polynomial.degree > max_degree else a @ polynomial(e)
+
+
+def _polar_forward(a: Tensor, method: str) -> Tensor:
     if a.numel() == 0:
         return a.clone()
+    # small matrices are bound by calls, not by arithmetic, and a decomposition is one call
+    max_degree = {"exact": -1, "polynomial": MAX_DEGREE, "auto": 16 if a.numel() >= 2**14 else -1}[method]
+    if max_degree >= 0 and (near := _polar_by_polynomial(a, max_degree)) is not None:
+        return near
     # scaling by the largest entry makes the result the same for 1e-12·A, A and 1e30·A
     largest = a.abs().amax((-2, -1), keepdim=True)
     a = a / torch.where(largest > 0, largest, torch.ones_like(largest))
     try:
-        result, good = _polar_by_gram(a)
+        result, good = _polar_by_gram(a, a.mT @ a)
         if not bool(good.all()):
             bad = a[~good]
             left, _, right = torch.linalg.svd(bad, full_matrices=False)
@@ -280,8 +299,8 @@ def _polar_forward(a: Tensor) -> Tensor:
 
 class _PolarFactor(torch.autograd.Function):
     @staticmethod
-    def forward(a: Tensor) -> Tensor:
-        return _polar_forward(a)
+    def forward(a: Tensor, method: str) -> Tensor:
+        return _polar_forward(a, method)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -291,11 +310,16 @@ class _PolarFactor(torch.autograd.Function):
     def backward(ctx, *grad_outputs: Tensor):
         # the differential of the polar factor is self-adjoint
         a, q = ctx.saved_tensors
-        return polar_differential(a, q, grad_outputs[0])
+        return polar_differential(a, q, grad_outputs[0]), None
 
 
-def polar_factor(a: Tensor) -> Tensor:
+def polar_factor(a: Tensor, method: str = "auto") -> Tensor:
     """The orthonormal polar factor A(AᵀA)^(−1/2) of (..., n, p) with n ≥ p: the nearest orthonormal matrix to A.
+
+    Args:
+        method: "exact", by the eigenvectors of AᵀA, or by an SVD where A is ill conditioned; "polynomial", by a
+            polynomial in AᵀA as accurate as rounding wherever A is near enough to orthonormal; "auto", whichever is
+            faster of the two.
 
     Rank-deficient A, whose polar factor is not unique, gives one of them; there is no derivative there. float16 and
     bfloat16 must be cast by the caller.
@@ -303,6 +327,6 @@ def polar_factor(a: Tensor) -> Tensor:
     Raises:
         ValueError: A has NaN or infinite entries.
     """
-    result = _PolarFactor.apply(a)
+    result = _PolarFactor.apply(a, method)
     assert isinstance(result, Tensor)
     return result

@@ -25,6 +25,7 @@ from .linalg import (
     upcast_half,
 )
 from .metrics import CanonicalMetric, EuclideanMetric, Metric
+from .polynomial import InverseSqrtPolynomial, inverse_sqrt_polynomial
 
 __all__ = ["QR", "Cayley", "Exponential", "Polar", "Retraction"]
 
@@ -63,11 +64,34 @@ class Polar(Retraction):
 
     Absil & Malick, "Projection-like retractions on matrix manifolds" (2012). Computed as the polar factor of x + u
     with its true Gram matrix, so that rounding in x is damped, not carried along.
+
+    Args:
+        method: "auto", "exact" or "polynomial". All agree to rounding. A polynomial in the Gram matrix is two products
+            with n and a few of p×p where the step is short; see :meth:`polynomial`.
     """
+
+    method: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.method not in ("auto", "exact", "polynomial"):
+            raise ValueError(f"method must be 'auto', 'exact' or 'polynomial', found {self.method!r}")
+
+    def __repr__(self) -> str:
+        return "Polar()" if self.method == "auto" else f"Polar(method={self.method!r})"
+
+    @staticmethod
+    def polynomial(step_norm: float, tolerance: float) -> InverseSqrtPolynomial | None:
+        """The polynomial q with (x + u)·q(uᵀu) the polar factor to ``tolerance``, for steps ‖u‖₂ ≤ ``step_norm``.
+
+        Its ``degree`` follows from the bound on the step, such as a trust radius, before any step is taken, and
+        ``error_bound`` bounds |q(t) − (1+t)^(−1/2)|, so that of the retraction is √(1 + ‖u‖₂²) times that. None where
+        the degree would be too high.
+        """
+        return inverse_sqrt_polynomial(0.0, step_norm**2, tolerance)
 
     @upcast_half
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
-        return polar_factor(x + u)
+        return polar_factor(x + u, self.method)
 
     @upcast_half
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:

@@ -5,10 +5,17 @@ import torch as _torch
 from . import parameter as _parameter
 from .errors import LogNotConvergedError, NotOnManifoldError
 from .euclidean import Euclidean
+from .grassmann import Grassmann
+from .interop import from_geoopt, to_geoopt
 from .manifold import Manifold
 from .metrics import AlphaMetric, CanonicalMetric, EuclideanMetric, Metric
+from .oblique import Oblique
 from .parameter import ManifoldParameter
+from .product import Product
 from .retractions import QR, Cayley, Exponential, Polar, Retraction
+from .spd import SymmetricPositiveDefinite
+from .special_orthogonal import SpecialOrthogonal
+from .sphere import Sphere
 from .stiefel import Stiefel
 from .transports import (
     CayleyTransport,
@@ -28,17 +35,25 @@ __all__ = [
     "Euclidean",
     "EuclideanMetric",
     "Exponential",
+    "Grassmann",
     "LogNotConvergedError",
     "Manifold",
     "ManifoldParameter",
     "Metric",
     "NotOnManifoldError",
+    "Oblique",
     "ParallelTransport",
     "Polar",
+    "Product",
     "ProjectionTransport",
     "Retraction",
+    "SpecialOrthogonal",
+    "Sphere",
     "Stiefel",
+    "SymmetricPositiveDefinite",
     "VectorTransport",
+    "from_geoopt",
+    "to_geoopt",
 ]
 
 # `torch.load(weights_only=True)` rebuilds only what is listed. These are plain value objects whose construction
@@ -54,10 +69,16 @@ _torch.serialization.add_safe_globals(
         Euclidean,
         EuclideanMetric,
         Exponential,
+        Grassmann,
+        Oblique,
         ParallelTransport,
         Polar,
+        Product,
         ProjectionTransport,
         QR,
+        SpecialOrthogonal,
+        Sphere,
         Stiefel,
+        SymmetricPositiveDefinite,
     ]
 )

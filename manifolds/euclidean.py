@@ -56,6 +56,12 @@ class Euclidean(Manifold):
         norm = safe_sqrt(self.inner(x, u, u))
         return u / norm.reshape(norm.shape + (1,) * self.ndim)
 
+    def tangent_basis(self, x: Tensor) -> Tensor:
+        """The unit vectors of the space."""
+        batch, shape = x.shape[: x.ndim - self.ndim], x.shape[x.ndim - self.ndim :]
+        units = torch.eye(math.prod(shape), dtype=x.dtype, device=x.device).reshape(-1, *shape)
+        return units.expand(*batch, *units.shape)
+
     def inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         return (u * v).sum(self._dims()) if self.ndim else u * v
 
@@ -83,6 +89,17 @@ class Euclidean(Manifold):
 
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
         return y - x
+
+    @property
+    def transport_is_isometric(self) -> bool:
+        return True
+
+    @property
+    def retraction_order(self) -> int:
+        return 2
+
+    def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        return v
 
     def transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         return v

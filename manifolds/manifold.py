@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import NotOnManifoldError
-from .linalg import default_atol, safe_sqrt
+from .linalg import default_atol, safe_sqrt, upcast_half
 
 __all__ = ["Manifold"]
 
@@ -120,6 +120,7 @@ class Manifold(ABC):
     def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random tangent vector at ``x`` of unit norm in the metric, and 0 where the space is a point."""
 
+    @upcast_half
     def tangent_basis(self, x: Tensor) -> Tensor:
         """A basis of the tangent space at ``x``, orthonormal in the metric: (*batch, dim, *point shape).
 
@@ -183,6 +184,20 @@ class Manifold(ABC):
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
         """The tangent vector that :meth:`retract` takes to ``y``."""
         self._missing("inverse_retract")
+
+    def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """The differential of :meth:`retract` at u along v, tangent at ``retract(x, u)``."""
+        self._missing("pushforward")
+
+    @property
+    def retraction_order(self) -> int:
+        """1: the error of :meth:`retract` against :meth:`exp` is O(t²); 2: it is O(t³)."""
+        self._missing("retraction_order")
+
+    @property
+    def transport_is_isometric(self) -> bool:
+        """Whether :meth:`transport` preserves the metric exactly."""
+        return False
 
     @abstractmethod
     def transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:

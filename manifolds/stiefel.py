@@ -183,6 +183,19 @@ class Stiefel(Manifold):
         self.check_shape(x.shape)
         return self.retraction.with_metric(self.metric).inverse_retract(x, y)
 
+    def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        self.check_shape(x.shape)
+        return self.retraction.with_metric(self.metric).pushforward(x, u, v)
+
+    @property
+    def retraction_order(self) -> int:
+        """What the retraction guarantees against this metric for 1 < p < n; see :mod:`.retractions`."""
+        return self.retraction.order(self.metric)
+
+    @property
+    def transport_is_isometric(self) -> bool:
+        return self.vector_transport.isometric
+
     def transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         self.check_shape(x.shape)
         return self.vector_transport.transport(self, x, u, v)

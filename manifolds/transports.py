@@ -59,7 +59,7 @@ class DifferentiatedTransport(VectorTransport):
     isometric: ClassVar[bool] = False
 
     def transport(self, manifold: Stiefel, x: Tensor, u: Tensor, v: Tensor, y: Tensor | None = None) -> Tensor:
-        return manifold.retraction.with_metric(manifold.metric).pushforward(x, u, v)
+        return manifold.pushforward(x, u, v)
 
 
 @dataclass(frozen=True)

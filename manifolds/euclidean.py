@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linalg import safe_sqrt
+from .linalg import compute_dtype, upcast_half
 from .manifold import Manifold
 
 __all__ = ["Euclidean"]
@@ -39,56 +39,63 @@ class Euclidean(Manifold):
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
     def project_point(self, a: Tensor) -> Tensor:
+        self.check_shape(a.shape)
         return a
 
     def point_error(self, x: Tensor) -> Tensor:
         """0, and NaN where ``x`` is not finite."""
-        return _batch_max((x - x).abs(), self._dims())
+        self.check_shape(x.shape)
+        difference = (x - x).to(compute_dtype(x.dtype)).abs()
+        if not self.ndim:
+            return difference
+        return difference.amax(self._dims()) if difference.numel() else difference.sum(self._dims())
 
     def project(self, x: Tensor, z: Tensor) -> Tensor:
-        return z
+        return self._broadcast(x, z)
 
     def tangent_error(self, x: Tensor, u: Tensor) -> Tensor:
-        return self.point_error(u)
-
-    def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        u = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-        norm = safe_sqrt(self.inner(x, u, u))
-        return u / norm.reshape(norm.shape + (1,) * self.ndim)
+        return self.point_error(self._broadcast(x, u))
 
     def tangent_basis(self, x: Tensor) -> Tensor:
         """The unit vectors of the space."""
+        self.check_shape(x.shape)
         batch, shape = x.shape[: x.ndim - self.ndim], x.shape[x.ndim - self.ndim :]
         units = torch.eye(math.prod(shape), dtype=x.dtype, device=x.device).reshape(-1, *shape)
         return units.expand(*batch, *units.shape)
 
+    @upcast_half
     def inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        return (u * v).sum(self._dims()) if self.ndim else u * v
+        product = self._broadcast(x, u * v)
+        return product.sum(self._dims()) if self.ndim else product
 
     def egrad_to_rgrad(self, x: Tensor, g: Tensor) -> Tensor:
-        return g
+        return self._broadcast(x, g)
 
     def ehess_to_rhess(self, x: Tensor, egrad: Tensor, ehess_u: Tensor, u: Tensor) -> Tensor:
-        return ehess_u
+        return self._broadcast(x, ehess_u)
 
+    @upcast_half
     def exp(self, x: Tensor, u: Tensor) -> Tensor:
+        self.check_shape(x.shape)
         return x + u
 
+    @upcast_half
     def log(self, x: Tensor, y: Tensor) -> Tensor:
+        self.check_shape(x.shape)
         return y - x
 
     def dist(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.norm(x, y - x)
+        return self.norm(x, self.log(x, y))
 
     @property
     def injectivity_radius(self) -> float:
         return math.inf
 
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
-        return x + u
+        return self.exp(x, u)
 
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
-        return y - x
+        return self.log(x, y)
 
     @property
     def transport_is_isometric(self) -> bool:
@@ -99,11 +106,12 @@ class Euclidean(Manifold):
         return 2
 
     def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        return v
+        return self._broadcast(x, v)
 
     def transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        return v
+        return self._broadcast(x, v)
 
-
-def _batch_max(a: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return a.amax(dims) if dims else a
+    def _broadcast(self, x: Tensor, v: Tensor) -> Tensor:
+        """``v``, for every point of the batch of ``x``."""
+        self.check_shape(x.shape)
+        return v if v.shape == x.shape else v.expand(torch.broadcast_shapes(v.shape, x.shape))

@@ -23,7 +23,7 @@ from .linalg import (
     upcast_half,
 )
 from .manifold import Manifold
-from .spectral import angle_over_sine, arcsine_ratio, exactly_zero_where, random_unit_tangent
+from .spectral import angle_over_sine, arcsine_ratio, exactly_zero_where
 
 __all__ = ["Grassmann"]
 
@@ -102,11 +102,6 @@ class Grassmann(Manifold):
         """max |XᵀU|, computed in float32 or better."""
         self.check_shape(x.shape)
         return _max_entry(x.to(compute_dtype(x.dtype)).mT @ u.to(compute_dtype(u.dtype)))
-
-    @upcast_half
-    def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A Gaussian horizontal vector divided by its norm; 0 where the space is a point."""
-        return random_unit_tangent(self, x, generator)
 
     # --- metric -------------------------------------------------------------------------------------------------
 

@@ -116,9 +116,29 @@ class Manifold(ABC):
                 atol,
             )
 
-    @abstractmethod
+    @upcast_half
     def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A random tangent vector at ``x`` of unit norm in the metric, and 0 where the space is a point."""
+        """A random tangent vector at ``x`` of unit norm in the metric, and 0 where the space is a point.
+
+        This default projects and normalizes a Gaussian tensor. It draws again where next to nothing of it is tangent,
+        which is no rare event: a generator of the seed that made ``x`` repeats the numbers of ``x`` itself.
+        """
+        if self.dim(x.shape) == 0:
+            return torch.zeros_like(x)
+        dims = tuple(range(-self.ndim, 0))
+        u = torch.zeros_like(x)
+        good = torch.zeros(x.shape[: x.ndim - self.ndim] + (1,) * self.ndim, dtype=torch.bool, device=x.device)
+        for _ in range(16):
+            z = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
+            tangent = self.project(x, z)
+            u = torch.where(good, u, tangent)
+            kept, drawn = (a.square().sum(dims, keepdim=True) if dims else a.square() for a in (tangent, z))
+            good = good | (kept > torch.finfo(x.dtype).eps * drawn)
+            if x.is_meta or bool(good.all()):
+                break
+        for _ in range(2):  # twice, for what rounding left of the normal part of a short one
+            u = self.project(x, u / self.norm(x, u).reshape(good.shape))
+        return u / self.norm(x, u).reshape(good.shape)
 
     @upcast_half
     def tangent_basis(self, x: Tensor) -> Tensor:
@@ -135,7 +155,7 @@ class Manifold(ABC):
         values, vectors = torch.linalg.eigh(gram)
         dim = self.dim(x.shape)
         coefficients = vectors[..., size - dim :] * values[..., None, size - dim :].rsqrt()
-        flat = coefficients.mT @ spanning.movedim(0, len(batch)).flatten(len(batch) + 1)
+        flat = coefficients.mT @ spanning.movedim(0, len(batch)).reshape(*batch, size, size)
         return flat.reshape(*batch, dim, *shape)
 
     # --- metric -------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .linalg import lyapunov_solve, skew, sym
-from .manifold import Manifold
 
 __all__ = [
     "angle_over_sine",
@@ -29,7 +28,6 @@ __all__ = [
     "log_spd",
     "nearest_psd_shift",
     "nearest_rotation",
-    "random_unit_tangent",
     "sinc_sqrt",
     "sqrt_spd",
 ]
@@ -341,29 +339,3 @@ def nearest_rotation(a: Tensor) -> Tensor:
 
 
 # --- random directions --------------------------------------------------------------------------------------------
-
-
-def random_unit_tangent(manifold: Manifold, x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A projected Gaussian tensor divided by its norm; 0 where the space is a point.
-
-    Drawn again where next to nothing of it is tangent. That is no rare event: a generator of the seed that made ``x``
-    repeats the numbers of ``x`` itself.
-    """
-    if manifold.dim(x.shape) == 0:
-        return torch.zeros_like(x)
-    ones = (1,) * manifold.ndim
-    dims = tuple(range(-manifold.ndim, 0))
-    u = torch.zeros_like(x)
-    good = torch.zeros(x.shape[: x.ndim - manifold.ndim] + ones, dtype=torch.bool, device=x.device)
-    for _ in range(16):
-        z = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-        tangent = manifold.project(x, z)
-        u = torch.where(good, u, tangent)
-        good = good | (
-            tangent.square().sum(dims, keepdim=True) > torch.finfo(x.dtype).eps * z.square().sum(dims, keepdim=True)
-        )
-        if x.is_meta or bool(good.all()):
-            break
-    for _ in range(2):  # twice, for what rounding left of the normal part of a short one
-        u = manifold.project(x, u / manifold.norm(x, u).reshape(good.shape))
-    return u / manifold.norm(x, u).reshape(good.shape)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .errors import LogNotConvergedError
 from .linalg import compute_dtype, safe_sqrt, upcast_half
 from .manifold import Manifold
-from .spectral import atan_sqrt_ratio, cos_sqrt, random_unit_tangent, sinc_sqrt
+from .spectral import atan_sqrt_ratio, cos_sqrt, sinc_sqrt
 
 __all__ = ["Sphere"]
 
@@ -103,11 +103,6 @@ class UnitVectors(Manifold):
         """The largest |⟨x, u⟩| of a vector, computed in float32 or better."""
         self.check_shape(x.shape)
         return self._largest(self._dot(x.to(compute_dtype(x.dtype)), u.to(compute_dtype(u.dtype))))
-
-    @upcast_half
-    def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A Gaussian tangent vector divided by its norm; 0 where the space is a point."""
-        return random_unit_tangent(self, x, generator)
 
     # --- metric -------------------------------------------------------------------------------------------------
 

@@ -113,16 +113,6 @@ class Stiefel(Manifold):
         inner = x.to(compute_dtype(x.dtype)).mT @ u.to(compute_dtype(u.dtype))
         return _max_entry(inner + inner.mT)
 
-    @upcast_half
-    def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        if self.dim(x.shape) == 0:
-            return torch.zeros_like(x)
-        u = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-        for _ in range(3):  # again and again for a draw that lies almost in the normal space
-            u = self.project(x, u)
-            u = u / self.norm(x, u)[..., None, None]
-        return u
-
     # --- metric -------------------------------------------------------------------------------------------------
 
     @upcast_half

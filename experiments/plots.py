@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogFormatter
 
 from .statistics import PairedDifference
 
@@ -87,6 +88,9 @@ def plot_curves(
         handles.append(Line2D([], [], color="0.35", linestyle="-.", linewidth=1, label=label))
     if log:
         ax.set_yscale("log")
+        # plain numbers: the range is often less than a decade
+        for which in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+            which(LogFormatter(minor_thresholds=(2, 0.5)))
     ax.set_xlabel("training step")
     ax.set_ylabel(ylabel)
     ax.grid(alpha=0.25)

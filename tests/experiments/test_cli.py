@@ -73,7 +73,7 @@ def _small(original):
 
 def test_a_killed_study_goes_on(tmp_path):
     """A real process, killed without warning while it trains, then run to its end by the same command."""
-    command = [sys.executable, "-m", "geodescent.experiments.cli", *TINY, "--steps", "120", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "geodescent.experiments.cli", *TINY, "--steps", "60", "--out", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     path = tmp_path / "modular" / "cells.jsonl"
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)

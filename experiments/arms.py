@@ -74,8 +74,9 @@ ARMS: dict[str, Arm] = {
     for arm in (
         Arm(
             "adamw",
-            "Ordinary attention: Q and K are free matrices, stepped and decayed by AdamW like everything else.",
-            {"constrain": (), "logit_scale": "matched"},
+            "Q and K are free matrices, stepped and decayed by AdamW like everything else, with the same learned, "
+            "undecayed logit scale a head as the other arms.",
+            {"constrain": (), "logit_scale": "learned"},
             torch.optim.AdamW,
         ),
         Arm(

@@ -166,8 +166,9 @@ def _headline(summary: Summary, runs: str) -> ReportFigure | None:
         return None
     better = "Higher" if headline.higher_is_better else "Lower"
     ylabel = headline.label + ("" if headline.unit == "steps" else f" ({headline.unit})")
+    means = {arm.arm: arm.mean if arm.reached else None for arm in summary.arms}
     reached = "; ".join(
-        f"{arm.arm} {'not reached' if arm.mean is None else f'{arm.mean:,.{headline.digits}f}'}" for arm in summary.arms
+        f"{arm} {'not reached' if mean is None else f'{mean:,.{headline.digits}f}'}" for arm, mean in means.items()
     )
     return ReportFigure(
         "headline",

@@ -15,8 +15,9 @@ __all__ = ["PairedDifference", "mean_and_sd", "paired_difference"]
 class PairedDifference:
     """arm − baseline over the seeds that both finished.
 
-    `low` and `high` bound the 95 % Student t interval of the mean difference, and are None for fewer than two pairs,
-    which have no interval. `wins`, `ties` and `losses` count pairs by which of the two is better.
+    `low` and `high` bound the 95 % Student t interval of the mean difference, and are None where there is none: for
+    fewer than two pairs, and where all pairs differ by exactly the same. `wins`, `ties` and `losses` count pairs by
+    which of the two is better.
     """
 
     seeds: tuple[int, ...]
@@ -36,9 +37,9 @@ class PairedDifference:
 
     @property
     def verdict(self) -> str:
-        """One of "better", "worse", "no difference found" (the interval includes 0), or "too few pairs"."""
+        """One of "better", "worse", "no difference found" (the interval includes 0), or "no interval"."""
         if self.low is None or self.high is None:
-            return "too few pairs"
+            return "no interval"
         if self.low <= 0 <= self.high:
             return "no difference found"
         return "better" if (self.low > 0) == self.higher_is_better else "worse"
@@ -51,12 +52,9 @@ def paired_difference(
     seeds = tuple(sorted(arm.keys() & baseline.keys()))
     values = np.array([arm[seed] - baseline[seed] for seed in seeds])
     low = high = None
-    if len(values) >= 2:
-        if np.ptp(values) == 0:  # scipy warns of a division by zero where the interval is a point
-            low = high = float(values[0])
-        else:
-            interval = stats.ttest_1samp(values, 0.0).confidence_interval(level)
-            low, high = float(interval.low), float(interval.high)
+    if len(values) >= 2 and np.ptp(values) > 0:  # equal differences have no spread to make an interval of
+        interval = stats.ttest_1samp(values, 0.0).confidence_interval(level)
+        low, high = float(interval.low), float(interval.high)
     better = values > 0 if higher_is_better else values < 0
     ties = int((values == 0).sum())
     wins = int(better.sum())

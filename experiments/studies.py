@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .arms import Hyperparameters
-from .data_cifar10 import load_cifar10
+from .data_cifar10 import cifar10_digest, load_cifar10
 from .data_modular import modular_pairs
 from .models import ModularTransformer, PatchTransformer
 
@@ -68,19 +68,24 @@ class Study:
     not_hashed: ClassVar[frozenset[str]] = frozenset()
     #: threads where the user names none; None for all
     default_threads: ClassVar[int | None] = None
-    #: validation accuracy at which a run that holds it stops, and for how many evaluations it must be held
-    stop_accuracy: ClassVar[float | None] = None
-    hold: ClassVar[int] = 3
+    #: validation accuracy at which a run that holds it for `hold` evaluations in a row stops; None to go on to the end
+    stop_accuracy: float | None = None
+    hold: int = 3
 
     def __post_init__(self) -> None:
         _need(self.lr > 0, "lr", "positive", self.lr)
         _need(self.weight_decay >= 0, "weight_decay", "at least 0", self.weight_decay)
+        _need(self.hold >= 1, "hold", "at least 1", self.hold)
         _need(self.heads >= 1 and self.width % self.heads == 0, "width", "a multiple of heads", self.width)
 
     def settings(self) -> dict[str, Any]:
         """Every setting that a result depends on, except the learning rate, which has a field of its own."""
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(self) | self.data_identity()
         return {key: value for key, value in values.items() if key not in self.not_hashed | {"lr"}}
+
+    def data_identity(self) -> dict[str, str]:
+        """What tells data from other data, where they come from files: a digest of the content, not its place."""
+        return {}
 
     def hyperparameters(self) -> Hyperparameters:
         return Hyperparameters(self.lr, self.betas, self.weight_decay)
@@ -117,12 +122,12 @@ class ModularStudy(Study):
     train_fraction: float = 0.65
     steps: int = 800
     interval: int = 25
+    stop_accuracy: float | None = 0.95
 
     name: ClassVar[str] = "modular"
     title: ClassVar[str] = "Modular arithmetic"
     # so small a model gains a quarter from a second thread, and loses tenfold where another process wants that core
     default_threads: ClassVar[int | None] = 1
-    stop_accuracy: ClassVar[float | None] = 0.95
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,7 +138,7 @@ class ModularStudy(Study):
     @property
     def headline(self) -> Headline:
         label = "steps to 95 % validation accuracy"
-        goal = "reached 95 % validation accuracy"
+        goal = f"reached 95 % validation accuracy and held it for {self.hold} evaluations in a row"
         return Headline("steps_to_95", label, "steps to 95 %", "steps", False, digits=0, cap=self.steps, goal=goal)
 
     @property
@@ -189,6 +194,9 @@ class Cifar10Study(Study):
         super().__post_init__()
         for field in ("train_images", "validation_images", "epochs", "batch_size", "layers", "patch"):
             _need(getattr(self, field) >= 1, field, "at least 1", getattr(self, field))
+
+    def data_identity(self) -> dict[str, str]:
+        return {"data_sha256": cifar10_digest(self.data_folder)}
 
     @property
     def headline(self) -> Headline:

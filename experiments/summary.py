@@ -19,7 +19,7 @@ Record = dict[str, Any]
 @dataclass(frozen=True)
 class ArmSummary:
     """One row of the table. Averages are over the cells that ended well; `values` is seed -> headline value, with
-    None for "not reached", in shown units."""
+    None for "not reached", in shown units, and `mean` and `sd` count that as the headline's cap."""
 
     arm: str
     n: int
@@ -84,7 +84,7 @@ def _counted(records: Sequence[Record], headline: Headline) -> dict[int, float]:
 def _arm(arm: str, records: Sequence[Record], headline: Headline, reference: dict[int, float] | None) -> ArmSummary:
     ok = [record for record in records if record["status"] == "ok"]
     values = headline_values(records, headline)
-    mean, sd = mean_and_sd([value for value in values.values() if value is not None])
+    mean, sd = mean_and_sd(list(_counted(records, headline).values()))
 
     def average(name: str) -> float | None:
         found = [record["metrics"].get(name) for record in ok]
@@ -120,7 +120,11 @@ def _table(
         ("arm", [arm.arm for arm in arms]),
         ("n", [str(arm.n) + (f" ({arm.failed} failed)" if arm.failed else "") for arm in arms]),
         (f"{headline.short}, mean ± sd", [_headline_cell(arm, headline) for arm in arms]),
-        *([("reached", [f"{arm.reached} of {arm.n}" for arm in arms])] if headline.cap is not None else []),
+        *(
+            [("reached", [f"{arm.reached} of {arm.n + arm.failed}" for arm in arms])]
+            if headline.cap is not None
+            else []
+        ),
         (f"minus {baseline} [95 % interval]", [_difference_cell(arm.difference, headline) for arm in arms]),
         ("wins", [_wins_cell(arm.difference) for arm in arms]),
     ]
@@ -136,13 +140,18 @@ def _table(
     return header, tuple(zip(*(cells for _, cells in columns), strict=True))
 
 
+def _reached(arm: ArmSummary) -> str:
+    return f"{arm.reached} of {arm.n + arm.failed}"
+
+
 def _headline_cell(arm: ArmSummary, headline: Headline) -> str:
-    if arm.mean is None:
-        return "not reached" if arm.n else "–"
-    text = _number(arm.mean, headline.digits)
-    if arm.sd is not None:
-        text += f" ± {_number(arm.sd, headline.digits)}"
-    return text
+    if not arm.values:
+        return "–"
+    if not arm.reached:
+        return "not reached"
+    # with the cap for what was not reached, as in the differences, the mean is a lower bound
+    text = ("≥ " if arm.reached < len(arm.values) else "") + _number(arm.mean, headline.digits)
+    return text if arm.sd is None else f"{text} ± {_number(arm.sd, headline.digits)}"
 
 
 def _difference_cell(difference: PairedDifference | None, headline: Headline) -> str:
@@ -150,7 +159,7 @@ def _difference_cell(difference: PairedDifference | None, headline: Headline) ->
         return "–"
     text = _signed(difference.mean, headline.digits)
     if difference.low is None or difference.high is None:
-        return f"{text} (one pair)"
+        return f"{text} ({'one pair' if difference.n == 1 else 'all pairs alike'})"
     return f"{text} [{_signed(difference.low, headline.digits)}, {_signed(difference.high, headline.digits)}]"
 
 
@@ -171,11 +180,13 @@ def _notes(arms: Sequence[ArmSummary], headline: Headline) -> tuple[str, ...]:
         "Principal-angle drift: the 2-norm of the angles between the column space of a head's Q or K now and at the "
         "start, mean over heads and layers.",
     ]
+    if headline.cap is not None:
+        notes.append("A run stops where it has reached its goal, and the other columns are taken there.")
     if headline.cap is not None and any(arm.reached < arm.n for arm in arms):
         notes.insert(
             1,
-            f"In differences and wins, “not reached” counts as the last step, {headline.cap:,.0f}; the mean and its sd "
-            "are over the runs that reached.",
+            f"“Not reached” counts as the last step, {headline.cap:,.0f}, in means, differences and wins: a mean "
+            "with ≥ is a lower bound.",
         )
     return tuple(notes)
 
@@ -186,7 +197,7 @@ def _notes(arms: Sequence[ArmSummary], headline: Headline) -> tuple[str, ...]:
 def _words(arms: Sequence[ArmSummary], records: Sequence[Record], headline: Headline, baseline: str) -> tuple[str, ...]:
     words = []
     if headline.cap is not None:
-        reached = ", ".join(f"{arm.arm} in {arm.reached} of {arm.n}" for arm in arms if arm.n)
+        reached = ", ".join(f"{arm.arm} in {_reached(arm)}" for arm in arms)
         if reached:
             words.append(f"Runs that {headline.goal} within {headline.cap:,.0f} steps: {reached}.")
     for arm in arms:
@@ -202,8 +213,8 @@ def _words(arms: Sequence[ArmSummary], records: Sequence[Record], headline: Head
     if failed := [record for record in records if record["status"] == "failed"]:
         first = failed[0]
         words.append(
-            f"{len(failed)} of {len(records)} runs failed and are left out; the first, {first['arm']} with seed "
-            f"{first['seed']}: {first.get('error', 'no message')}"
+            f"{len(failed)} of {len(records)} runs failed and are left out, with their pairs, which flatters an arm "
+            f"that fails; the first, {first['arm']} with seed {first['seed']}: {first.get('error', 'no message')}"
         )
     return tuple(words)
 
@@ -213,7 +224,8 @@ def _comparison(arm: str, difference: PairedDifference, headline: Headline, base
         return f"{arm} and {baseline} have no seed in common that both finished: nothing to compare."
     size = _amount(difference.mean, headline)
     if difference.low is None or difference.high is None:
-        return f"{arm} minus {baseline}: {size}, from one pair of runs, which says nothing about chance."
+        pairs = "from one pair of runs" if difference.n == 1 else f"in all {difference.n} pairs alike"
+        return f"{arm} minus {baseline}: {size}, {pairs}: without spread there is no interval, and no verdict."
     interval = f"95 % interval {_amount(difference.low, headline)} to {_amount(difference.high, headline)}"
     score = f"better in {difference.wins} of {difference.n} pairs"
     if difference.verdict == "no difference found":

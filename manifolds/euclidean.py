@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linalg import compute_dtype, upcast_half
+from .linalg import compute_dtype, working_precision
 from .manifold import Manifold
 
 __all__ = ["Euclidean"]
@@ -63,7 +63,7 @@ class Euclidean(Manifold):
         units = torch.eye(math.prod(shape), dtype=x.dtype, device=x.device).reshape(-1, *shape)
         return units.expand(*batch, *units.shape)
 
-    @upcast_half
+    @working_precision
     def inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         product = self._broadcast(x, u * v)
         return product.sum(self._dims()) if self.ndim else product
@@ -74,12 +74,12 @@ class Euclidean(Manifold):
     def ehess_to_rhess(self, x: Tensor, egrad: Tensor, ehess_u: Tensor, u: Tensor) -> Tensor:
         return self._broadcast(x, ehess_u)
 
-    @upcast_half
+    @working_precision
     def exp(self, x: Tensor, u: Tensor) -> Tensor:
         self.check_shape(x.shape)
         return x + u
 
-    @upcast_half
+    @working_precision
     def log(self, x: Tensor, y: Tensor) -> Tensor:
         self.check_shape(x.shape)
         return y - x

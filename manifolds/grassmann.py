@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 
 from .errors import LogNotConvergedError
+from .frames import OrthonormalFrames
 from .linalg import (
-    compute_dtype,
+    cross_gram,
     expm,
     frobenius_inner,
     frobenius_norm,
+    max_entry,
     newton_schulz_polish,
     polar_differential,
     polar_factor,
-    qr_positive,
     solve_right,
     sym,
-    upcast_half,
+    working_precision,
 )
-from .manifold import Manifold
 from .spectral import angle_over_sine, arcsine_ratio, exactly_zero_where
 
 __all__ = ["Grassmann"]
 
 
 @dataclass(frozen=True)
-class Grassmann(Manifold):
+class Grassmann(OrthonormalFrames):
     """Gr(n, p): the p-dimensional subspaces of ℝⁿ, each represented by an orthonormal n×p frame X that spans it.
 
     Points are the last two dimensions of a tensor. X and XR, R ∈ O(p), are the same point: ``dist`` and ``log`` depend
@@ -40,18 +40,7 @@ class Grassmann(Manifold):
     (1998), section 2.5; Bendokat, Zimmermann & Absil, "A Grassmann manifold handbook" (2024).
     """
 
-    ndim = 2
-
     # --- shapes -------------------------------------------------------------------------------------------------
-
-    def check_shape(self, shape: torch.Size | tuple[int, ...]) -> None:
-        super().check_shape(shape)
-        n, p = shape[-2:]
-        if n < p:
-            raise ValueError(
-                f"a frame of a subspace must be tall, n >= p, found n = {n} rows and p = {p} columns in shape "
-                f"{tuple(shape)}; store its transpose, {p} by {n}"
-            )
 
     def dim(self, shape: torch.Size | tuple[int, ...]) -> int:
         """p(n − p)."""
@@ -59,40 +48,9 @@ class Grassmann(Manifold):
         n, p = shape[-2:]
         return p * (n - p)
 
-    # --- points -------------------------------------------------------------------------------------------------
-
-    def random_point(
-        self,
-        *shape: int,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """A uniform subspace, in a Haar-distributed frame: QR of a Gaussian matrix."""
-        self.check_shape(shape)
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        gaussian = torch.randn(shape, dtype=compute_dtype(dtype), device=device, generator=generator)
-        return qr_positive(gaussian)[0].to(dtype).contiguous()
-
-    @upcast_half
-    def project_point(self, a: Tensor) -> Tensor:
-        """The polar factor of ``a``: the nearest frame, and it spans what ``a`` spans.
-
-        Raises:
-            ValueError: ``a`` is wide, or has NaN or infinite entries.
-        """
-        self.check_shape(a.shape)
-        return polar_factor(a)
-
-    def point_error(self, x: Tensor) -> Tensor:
-        """max |XᵀX − I|, computed in float32 or better."""
-        self.check_shape(x.shape)
-        x = x.to(compute_dtype(x.dtype))
-        return _max_entry(x.mT @ x - torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
-
     # --- tangent vectors ----------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def project(self, x: Tensor, z: Tensor) -> Tensor:
         """Z − X XᵀZ, the horizontal part."""
         self.check_shape(x.shape)
@@ -101,11 +59,11 @@ class Grassmann(Manifold):
     def tangent_error(self, x: Tensor, u: Tensor) -> Tensor:
         """max |XᵀU|, computed in float32 or better."""
         self.check_shape(x.shape)
-        return _max_entry(x.to(compute_dtype(x.dtype)).mT @ u.to(compute_dtype(u.dtype)))
+        return max_entry(cross_gram(x, u))
 
     # --- metric -------------------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         self.check_shape(x.shape)
         return frobenius_inner(u, v)
@@ -114,7 +72,7 @@ class Grassmann(Manifold):
         """The horizontal part of ``g``; all of the tangent part of the gradient of a function of the subspace."""
         return self.project(x, g)
 
-    @upcast_half
+    @working_precision
     def ehess_to_rhess(self, x: Tensor, egrad: Tensor, ehess_u: Tensor, u: Tensor) -> Tensor:
         """P(∇²f[U]) − U Xᵀ∇f (Edelman, Arias & Smith, section 2.5.4).
 
@@ -125,7 +83,7 @@ class Grassmann(Manifold):
 
     # --- geodesics ----------------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def exp(self, x: Tensor, u: Tensor) -> Tensor:
         """X cos√M + U sin√M/√M, M = UᵀU. The vertical part XᵀU, if any, is ignored.
 
@@ -146,7 +104,7 @@ class Grassmann(Manifold):
         block = expm(generator)[..., :p]
         return newton_schulz_polish(x @ block[..., :p, :] + (u / s) @ block[..., p:, :])
 
-    @upcast_half
+    @working_precision
     def log(self, x: Tensor, y: Tensor) -> Tensor:
         """The shortest horizontal vector with ``exp(x, u)`` spanning what ``y`` spans.
 
@@ -167,7 +125,7 @@ class Grassmann(Manifold):
         u = self.project(x, self.project(x, step) @ angle_over_sine(step.mT @ step / 4))
         return exactly_zero_where((x == y).all(-1, keepdim=True).all(-2, keepdim=True), u)
 
-    @upcast_half
+    @working_precision
     def dist(self, x: Tensor, y: Tensor) -> Tensor:
         """The 2-norm of the principal angles, exact for small and for large ones.
 
@@ -186,13 +144,13 @@ class Grassmann(Manifold):
 
     # --- retraction and transport ---------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
         """The polar factor of X + U, which spans what X + U spans: a second-order retraction."""
         self.check_shape(x.shape)
         return polar_factor(x + u)
 
-    @upcast_half
+    @working_precision
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
         """Y(XᵀY)⁻¹ − X, which :meth:`retract` takes to the subspace of ``y``, in the frame nearest to X.
 
@@ -213,7 +171,7 @@ class Grassmann(Manifold):
     def retraction_order(self) -> int:
         return 2
 
-    @upcast_half
+    @working_precision
     def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """The differential of :meth:`retract` at u along v, horizontal at its end.
 
@@ -222,7 +180,7 @@ class Grassmann(Manifold):
         y = self.retract(x, u)
         return self.project(y, polar_differential(x + u, y, v))
 
-    @upcast_half
+    @working_precision
     def transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """Parallel transport along the geodesic to ``retract(x, u)``: V − (X + Y)(I + XᵀY)⁻¹YᵀV.
 
@@ -236,7 +194,7 @@ class Grassmann(Manifold):
         factor = torch.linalg.cholesky(identity + sym(x.mT @ y))  # eigenvalues 1 + cos θ ≥ 1
         return v - (x + y) @ torch.cholesky_solve(y.mT @ v, factor)
 
-    @upcast_half
+    @working_precision
     def retract_transport(self, x: Tensor, u: Tensor, *vectors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         y = self.retract(x, u)
         return y, tuple(self._transport(x, y, v) for v in vectors)
@@ -268,7 +226,3 @@ def _aligned_difference(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         at = cut[..., None, None]
         q = torch.where(at, q.detach(), polar_factor(torch.where(at, identity, m)))
     return y @ q - x, cut
-
-
-def _max_entry(a: Tensor) -> Tensor:
-    return a.abs().amax((-2, -1)) if a.shape[-1] else a.new_zeros(a.shape[:-2])

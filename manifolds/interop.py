@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .euclidean import Euclidean
-from .linalg import default_atol, upcast_half
+from .linalg import default_atol, working_precision
 from .manifold import Manifold
 from .metrics import CanonicalMetric, EuclideanMetric
 from .retractions import QR, Cayley, Exponential
@@ -302,7 +302,7 @@ class GeooptManifold(Manifold):
             return x
         return self.project_point(x.to(x.device if device is None else device, x.dtype if dtype is None else dtype))
 
-    @upcast_half
+    @working_precision
     def project_point(self, a: Tensor) -> Tensor:
         self.check_shape(a.shape)
         return self.geoopt_manifold.projx(a)
@@ -318,11 +318,11 @@ class GeooptManifold(Manifold):
     def _largest(self, a: Tensor) -> Tensor:
         return a.abs().amax(self._dims()) if self.ndim else a.abs()
 
-    @upcast_half
+    @working_precision
     def project(self, x: Tensor, z: Tensor) -> Tensor:
         return self.geoopt_manifold.proju(x, z)
 
-    @upcast_half
+    @working_precision
     def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A projected Gaussian tensor divided by its norm."""
         u = self.project(x, torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator))
@@ -330,32 +330,32 @@ class GeooptManifold(Manifold):
         norm = torch.where(norm > 0, norm, torch.ones_like(norm))
         return u / norm.reshape(norm.shape + (1,) * self.ndim)
 
-    @upcast_half
+    @working_precision
     def inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         # without keepdim, stereographic inner products of geoopt 0.5.1 broadcast a batch against itself
         value = self.geoopt_manifold.inner(x, u, v, keepdim=True)
         return value.squeeze(self._dims()) if self.ndim else value
 
-    @upcast_half
+    @working_precision
     def egrad_to_rgrad(self, x: Tensor, g: Tensor) -> Tensor:
         return self.geoopt_manifold.egrad2rgrad(x, g)
 
-    @upcast_half
+    @working_precision
     def exp(self, x: Tensor, u: Tensor) -> Tensor:
         return self.geoopt_manifold.expmap(x, u)
 
-    @upcast_half
+    @working_precision
     def log(self, x: Tensor, y: Tensor) -> Tensor:
         return self.geoopt_manifold.logmap(x, y)
 
-    @upcast_half
+    @working_precision
     def dist(self, x: Tensor, y: Tensor) -> Tensor:
         return self.geoopt_manifold.dist(x, y)
 
-    @upcast_half
+    @working_precision
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
         return self.geoopt_manifold.retr(x, u)
 
-    @upcast_half
+    @working_precision
     def transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         return self.geoopt_manifold.transp_follow_retr(x, u, v)

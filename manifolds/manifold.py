@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import NotOnManifoldError
-from .linalg import default_atol, safe_sqrt, upcast_half
+from .linalg import default_atol, safe_sqrt, working_precision
 
 __all__ = ["Manifold"]
 
@@ -116,7 +116,7 @@ class Manifold(ABC):
                 atol,
             )
 
-    @upcast_half
+    @working_precision
     def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random tangent vector at ``x`` of unit norm in the metric, and 0 where the space is a point.
 
@@ -140,7 +140,7 @@ class Manifold(ABC):
             u = self.project(x, u / self.norm(x, u).reshape(good.shape))
         return u / self.norm(x, u).reshape(good.shape)
 
-    @upcast_half
+    @working_precision
     def tangent_basis(self, x: Tensor) -> Tensor:
         """A basis of the tangent space at ``x``, orthonormal in the metric: (*batch, dim, *point shape).
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .linalg import compute_dtype, safe_sqrt, upcast_half
+from .linalg import compute_dtype, safe_sqrt, working_precision
 from .manifold import Manifold
 
 __all__ = ["Product"]
@@ -178,7 +178,7 @@ class Product(Manifold):
             )
         )
 
-    @upcast_half
+    @working_precision
     def tangent_basis(self, x: Tensor) -> Tensor:
         """The factors' bases, one after another: (*batch, dim, size)."""
         rows = []
@@ -193,7 +193,7 @@ class Product(Manifold):
 
     # --- metric -------------------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         return torch.stack(self._parts(lambda m, a, b, c: m.inner(a, b, c), x, u, v)).sum(0)
 
@@ -212,7 +212,7 @@ class Product(Manifold):
         """The factors' logarithms; an error of one is that of the whole."""
         return self._map("log", x, y)
 
-    @upcast_half
+    @working_precision
     def dist(self, x: Tensor, y: Tensor) -> Tensor:
         return safe_sqrt(torch.stack(self._parts(lambda m, a, b: m.dist(a, b).square(), x, y)).sum(0))
 

@@ -22,7 +22,7 @@ from .linalg import (
     qr_positive,
     solve_right,
     stein_lyapunov_solve,
-    upcast_half,
+    working_precision,
 )
 from .metrics import CanonicalMetric, EuclideanMetric, Metric
 from .polynomial import InverseSqrtPolynomial, inverse_sqrt_polynomial
@@ -89,11 +89,11 @@ class Polar(Retraction):
         """
         return inverse_sqrt_polynomial(0.0, step_norm**2, tolerance)
 
-    @upcast_half
+    @working_precision
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
         return polar_factor(x + u, self.method)
 
-    @upcast_half
+    @working_precision
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
         # y = (x+u)S⁻¹ with S symmetric positive: u = yS − x is tangent iff MS + SMᵀ = 2I, M = xᵀy
         identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
@@ -106,7 +106,7 @@ class Polar(Retraction):
             raise ValueError(_out_of_range("polar"))
         return y @ s - x
 
-    @upcast_half
+    @working_precision
     def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         return polar_differential(x + u, self.retract(x, u), v)
 
@@ -122,11 +122,11 @@ class QR(Retraction):
     Kaneko, Fiori & Tanaka, "Empirical arithmetic averaging over the compact Stiefel manifold" (2013).
     """
 
-    @upcast_half
+    @working_precision
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
         return qr_positive(x + u)[0]
 
-    @upcast_half
+    @working_precision
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
         # u = yR − x is tangent iff MR + RᵀMᵀ = 2I, M = xᵀy, for upper triangular R. With M = LU, V = URL⁻ᵀ is upper
         # triangular too, and V + Vᵀ = 2L⁻¹L⁻ᵀ gives it entry by entry.
@@ -140,7 +140,7 @@ class QR(Retraction):
         v = 2 * c.triu(1) + torch.diag_embed(c.diagonal(dim1=-2, dim2=-1))
         return y @ torch.linalg.solve_triangular(upper, v @ lower.mT, upper=True) - x
 
-    @upcast_half
+    @working_precision
     def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         # d(QR): with W = V R⁻¹, dQ = Q(L − Lᵀ) + (I − QQᵀ)W, L the strictly lower part of QᵀW
         q, r = qr_positive(x + u)
@@ -169,12 +169,12 @@ class Cayley(Retraction):
         identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
         return identity + b.mT @ b / 4 - a / 2
 
-    @upcast_half
+    @working_precision
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
         a, b = split(x, u)
         return newton_schulz_polish(solve_right(2 * x + b, self.core(a, b)) - x)
 
-    @upcast_half
+    @working_precision
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
         identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
         k = identity + x.mT @ y
@@ -183,7 +183,7 @@ class Cayley(Retraction):
             raise ValueError(_out_of_range("Cayley"))
         return u
 
-    @upcast_half
+    @working_precision
     def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         (a, b), (da, db) = split(x, u), split(x, v)
         k = self.core(a, b)
@@ -212,15 +212,15 @@ class Exponential(Retraction):
             raise ValueError("Exponential() follows the metric of a manifold: use it through one, or name a metric")
         return self.metric
 
-    @upcast_half
+    @working_precision
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
         return self._own().exp(x, u)
 
-    @upcast_half
+    @working_precision
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
         return self._own().log(x, y)
 
-    @upcast_half
+    @working_precision
     def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         return self._own().exp_differential(x, u, v)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import LogNotConvergedError, NotOnManifoldError
-from .linalg import compute_dtype, expm, frobenius_inner, frobenius_norm, sym, upcast_half
+from .linalg import compute_dtype, expm, frobenius_inner, frobenius_norm, sym, working_precision
 from .manifold import Manifold
 from .spectral import log_spd, nearest_psd_shift, sqrt_spd
 
@@ -78,7 +78,7 @@ class SymmetricPositiveDefinite(Manifold):
         half = expm(s / (2 * max(shape[-1], 1) ** 0.5))
         return sym(half @ half.mT).to(dtype)
 
-    @upcast_half
+    @working_precision
     def project_point(self, a: Tensor) -> Tensor:
         """The nearest symmetric matrix whose eigenvalues are at least n·ε times the largest absolute one.
 
@@ -114,7 +114,7 @@ class SymmetricPositiveDefinite(Manifold):
 
     # --- tangent vectors ----------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def project(self, x: Tensor, z: Tensor) -> Tensor:
         """(Z + Zᵀ)/2."""
         self.check_shape(x.shape)
@@ -126,14 +126,14 @@ class SymmetricPositiveDefinite(Manifold):
         u = u.to(compute_dtype(u.dtype))
         return (u - u.mT).abs().amax((-2, -1)) if u.shape[-1] else u.new_zeros(u.shape[:-2])
 
-    @upcast_half
+    @working_precision
     def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Isotropic in the metric: L S Lᵀ/‖S‖ with S a Gaussian symmetric matrix and X = LLᵀ."""
         s = sym(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator))
         factor = self._factor(x)
         return sym(factor @ (s / frobenius_norm(s)[..., None, None]) @ factor.mT)
 
-    @upcast_half
+    @working_precision
     def tangent_basis(self, x: Tensor) -> Tensor:
         """L Eᵢⱼ Lᵀ with Eᵢⱼ the orthonormal symmetric unit matrices, i ≤ j, and X = LLᵀ: (*batch, dim, n, n)."""
         n = x.shape[-1]
@@ -148,20 +148,20 @@ class SymmetricPositiveDefinite(Manifold):
 
     # --- metric -------------------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         factor = self._factor(x)
         a = _whiten(factor, u)
         return frobenius_inner(a, a if v is u else _whiten(factor, v))
 
-    @upcast_half
+    @working_precision
     def egrad_to_rgrad(self, x: Tensor, g: Tensor) -> Tensor:
         """X sym(G) X."""
         self.check_shape(x.shape)
         x = sym(x)
         return sym(x @ sym(g) @ x)
 
-    @upcast_half
+    @working_precision
     def ehess_to_rhess(self, x: Tensor, egrad: Tensor, ehess_u: Tensor, u: Tensor) -> Tensor:
         """X sym(∇²f[U]) X + sym(U sym(∇f) X) (Jeuris, Vandebril & Vandereycken 2012, section 4.1.4)."""
         self.check_shape(x.shape)
@@ -170,7 +170,7 @@ class SymmetricPositiveDefinite(Manifold):
 
     # --- geodesics ----------------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def exp(self, x: Tensor, u: Tensor) -> Tensor:
         """L expm(L⁻¹UL⁻ᵀ) Lᵀ with X = LLᵀ."""
         factor = self._factor(x)
@@ -186,7 +186,7 @@ class SymmetricPositiveDefinite(Manifold):
             raise LogNotConvergedError("x and y are too far apart for their number format", math.inf)
         return log_spd(_whiten(factor, y - x), digits)
 
-    @upcast_half
+    @working_precision
     def log(self, x: Tensor, y: Tensor) -> Tensor:
         """L logm(L⁻¹YL⁻ᵀ) Lᵀ with X = LLᵀ; unique for every pair.
 
@@ -196,7 +196,7 @@ class SymmetricPositiveDefinite(Manifold):
         factor = self._factor(x)
         return sym(factor @ self._whitened_log(factor, x, y) @ factor.mT)
 
-    @upcast_half
+    @working_precision
     def dist(self, x: Tensor, y: Tensor) -> Tensor:
         """‖logm(X⁻½YX⁻½)‖, the root of the sum of the squared logarithms of the eigenvalues of X⁻¹Y.
 
@@ -210,7 +210,7 @@ class SymmetricPositiveDefinite(Manifold):
 
     # --- retraction and transport ---------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
         """X + U + UX⁻¹U/2, the second-order Taylor polynomial of :meth:`exp`, positive definite for every U."""
         factor = self._factor(x)
@@ -218,7 +218,7 @@ class SymmetricPositiveDefinite(Manifold):
         half = torch.linalg.solve_triangular(factor, u, upper=False)
         return sym(x) + u + sym(half.mT @ half) / 2
 
-    @upcast_half
+    @working_precision
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
         """L((2L⁻¹YL⁻ᵀ − I)^½ − I)Lᵀ: of the vectors that :meth:`retract` takes to ``y``, the one next to 0.
 
@@ -242,19 +242,19 @@ class SymmetricPositiveDefinite(Manifold):
     def retraction_order(self) -> int:
         return 2
 
-    @upcast_half
+    @working_precision
     def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """The differential of :meth:`retract` at u along v: V + sym(UX⁻¹V)."""
         factor = self._factor(x)
         left, right = (torch.linalg.solve_triangular(factor, sym(a), upper=False) for a in (u, v))
         return sym(v) + sym(left.mT @ right)
 
-    @upcast_half
+    @working_precision
     def transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """Parallel transport along the geodesic to ``y = retract(x, u)``: E V Eᵀ with E = (YX⁻¹)^½."""
         return self.retract_transport(x, u, v)[1][0]
 
-    @upcast_half
+    @working_precision
     def retract_transport(self, x: Tensor, u: Tensor, *vectors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         factor = self._factor(x)
         w = _whiten(factor, u)

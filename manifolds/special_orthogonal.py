@@ -11,17 +11,20 @@ from torch import Tensor
 from .errors import LogNotConvergedError
 from .linalg import (
     compute_dtype,
+    cross_gram,
     expm,
     frobenius_inner,
     frobenius_norm,
+    max_entry,
     newton_schulz_polish,
+    orthonormality_error,
     polar_differential,
     polar_factor,
     qr_positive,
     safe_sqrt,
     skew,
     sym,
-    upcast_half,
+    working_precision,
 )
 from .manifold import Manifold
 from .spectral import angle_over_sine, determinant_sign, exactly_zero_where, nearest_rotation
@@ -71,7 +74,7 @@ class SpecialOrthogonal(Manifold):
             q[..., 0] = q[..., 0] * determinant_sign(q).unsqueeze(-1)
         return q.to(dtype).contiguous()
 
-    @upcast_half
+    @working_precision
     def project_point(self, a: Tensor) -> Tensor:
         """The nearest rotation, of determinant 1 whatever the sign of det A.
 
@@ -84,15 +87,15 @@ class SpecialOrthogonal(Manifold):
     def point_error(self, x: Tensor) -> Tensor:
         """max |XᵀX − I|, computed in float32 or better, and at least 2 = |det X − 1| where det X < 0."""
         self.check_shape(x.shape)
+        error = orthonormality_error(x)
         x = x.to(compute_dtype(x.dtype))
-        error = _max_entry(x.mT @ x - torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
         if x.is_meta or x.numel() == 0 or not bool(torch.isfinite(x).all()):
             return error
         return torch.where(determinant_sign(x) < 0, error.clamp_min(2), error)
 
     # --- tangent vectors ----------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def project(self, x: Tensor, z: Tensor) -> Tensor:
         """X skew(XᵀZ)."""
         self.check_shape(x.shape)
@@ -101,10 +104,10 @@ class SpecialOrthogonal(Manifold):
     def tangent_error(self, x: Tensor, u: Tensor) -> Tensor:
         """max |XᵀU + UᵀX|, computed in float32 or better."""
         self.check_shape(x.shape)
-        inner = x.to(compute_dtype(x.dtype)).mT @ u.to(compute_dtype(u.dtype))
-        return _max_entry(inner + inner.mT)
+        inner = cross_gram(x, u)
+        return max_entry(inner + inner.mT)
 
-    @upcast_half
+    @working_precision
     def random_tangent(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """X times a Gaussian skew matrix, divided by its norm; 0 where the space is a point."""
         if self.dim(x.shape) == 0:
@@ -112,7 +115,7 @@ class SpecialOrthogonal(Manifold):
         a = skew(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator))
         return x @ (a / frobenius_norm(a)[..., None, None])
 
-    @upcast_half
+    @working_precision
     def tangent_basis(self, x: Tensor) -> Tensor:
         """X(eᵢeⱼᵀ − eⱼeᵢᵀ)/√2 for i < j, orthonormal: (*batch, dim, n, n)."""
         n = x.shape[-1]
@@ -125,7 +128,7 @@ class SpecialOrthogonal(Manifold):
 
     # --- metric -------------------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         self.check_shape(x.shape)
         return frobenius_inner(u, v)
@@ -133,7 +136,7 @@ class SpecialOrthogonal(Manifold):
     def egrad_to_rgrad(self, x: Tensor, g: Tensor) -> Tensor:
         return self.project(x, g)
 
-    @upcast_half
+    @working_precision
     def ehess_to_rhess(self, x: Tensor, egrad: Tensor, ehess_u: Tensor, u: Tensor) -> Tensor:
         """P(∇²f[U] − U sym(Xᵀ∇f)) (Absil, Mahony & Trumpf 2013)."""
         self.check_shape(x.shape)
@@ -141,13 +144,13 @@ class SpecialOrthogonal(Manifold):
 
     # --- geodesics ----------------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def exp(self, x: Tensor, u: Tensor) -> Tensor:
         """X expm(XᵀU). The normal part of ``u``, if any, is ignored."""
         self.check_shape(x.shape)
         return newton_schulz_polish(x @ expm(skew(x.mT @ u)))
 
-    @upcast_half
+    @working_precision
     def log(self, x: Tensor, y: Tensor) -> Tensor:
         """The shortest tangent vector that :meth:`exp` takes to ``y``: X times the principal logarithm of XᵀY.
 
@@ -167,7 +170,7 @@ class SpecialOrthogonal(Manifold):
             )
         return x @ exactly_zero_where(_same(x, y), _twice_log(root))
 
-    @upcast_half
+    @working_precision
     def dist(self, x: Tensor, y: Tensor) -> Tensor:
         """The norm of the logarithm of XᵀY, the root of the sum of the squared angles of its n eigenvalues.
 
@@ -187,13 +190,13 @@ class SpecialOrthogonal(Manifold):
 
     # --- retraction and transport ---------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
         """The polar factor of X + U = X(I + A): a rotation, since det(I + A) > 0. A second-order retraction."""
         self.check_shape(x.shape)
         return polar_factor(x + u)
 
-    @upcast_half
+    @working_precision
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
         """X skew(R) sym(R)⁻¹, R = XᵀY: the tangents of the angles of R.
 
@@ -215,12 +218,12 @@ class SpecialOrthogonal(Manifold):
     def retraction_order(self) -> int:
         return 2
 
-    @upcast_half
+    @working_precision
     def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """The differential of :meth:`retract` at u along v."""
         return polar_differential(x + u, self.retract(x, u), v)
 
-    @upcast_half
+    @working_precision
     def transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """Parallel transport along the geodesic to ``y = retract(x, u)``: X R^½ (XᵀV) R^½ with R = XᵀY.
 
@@ -232,7 +235,7 @@ class SpecialOrthogonal(Manifold):
         root, _, _ = _square_root(x.mT @ y)  # the angles of R are below π/2, so it is unique
         return x @ (root @ skew(x.mT @ v) @ root)
 
-    @upcast_half
+    @working_precision
     def retract_transport(self, x: Tensor, u: Tensor, *vectors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         y = self.retract(x, u)
         root, _, _ = _square_root(x.mT @ y)
@@ -284,7 +287,3 @@ def _twice_log(root: Tensor) -> Tensor:
 
 def _same(x: Tensor, y: Tensor) -> Tensor:
     return (x == y).all(-1, keepdim=True).all(-2, keepdim=True)
-
-
-def _max_entry(a: Tensor) -> Tensor:
-    return a.abs().amax((-2, -1)) if a.shape[-1] else a.new_zeros(a.shape[:-2])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import LogNotConvergedError
-from .linalg import compute_dtype, safe_sqrt, upcast_half
+from .linalg import compute_dtype, safe_sqrt, working_precision
 from .manifold import Manifold
 from .spectral import atan_sqrt_ratio, cos_sqrt, sinc_sqrt
 
@@ -70,7 +70,7 @@ class UnitVectors(Manifold):
         first.select(self._axis, 0).fill_(1)
         return torch.where(largest > 0, a / torch.where(largest > 0, self._length(a), torch.ones_like(largest)), first)
 
-    @upcast_half
+    @working_precision
     def project_point(self, a: Tensor) -> Tensor:
         """Each vector divided by its length. Of a zero vector, to which every point is nearest, the first unit vector.
 
@@ -93,7 +93,7 @@ class UnitVectors(Manifold):
 
     # --- tangent vectors ----------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def project(self, x: Tensor, z: Tensor) -> Tensor:
         """z − x⟨x, z⟩ for each vector."""
         self.check_shape(x.shape)
@@ -106,7 +106,7 @@ class UnitVectors(Manifold):
 
     # --- metric -------------------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         self.check_shape(x.shape)
         return (u * v).sum(self._point_dims())
@@ -114,7 +114,7 @@ class UnitVectors(Manifold):
     def egrad_to_rgrad(self, x: Tensor, g: Tensor) -> Tensor:
         return self.project(x, g)
 
-    @upcast_half
+    @working_precision
     def ehess_to_rhess(self, x: Tensor, egrad: Tensor, ehess_u: Tensor, u: Tensor) -> Tensor:
         """P(∇²f[u] − u⟨x, ∇f⟩) for each vector (Absil, Mahony & Trumpf 2013)."""
         self.check_shape(x.shape)
@@ -122,14 +122,14 @@ class UnitVectors(Manifold):
 
     # --- geodesics ----------------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def exp(self, x: Tensor, u: Tensor) -> Tensor:
         """x cos‖u‖ + u sin‖u‖/‖u‖ for each vector. The normal part of ``u``, if any, is ignored."""
         u = self.project(x, u)
         t = self._dot(u, u)
         return self._unit(x * cos_sqrt(t) + u * sinc_sqrt(t))
 
-    @upcast_half
+    @working_precision
     def log(self, x: Tensor, y: Tensor) -> Tensor:
         """The shortest tangent vector that :meth:`exp` takes to ``y``.
 
@@ -155,7 +155,7 @@ class UnitVectors(Manifold):
         ratio = torch.where(obtuse, angle / torch.where(obtuse, self._dot(sine, sine), one).sqrt(), acute)
         return self.project(x, sine * ratio)
 
-    @upcast_half
+    @working_precision
     def dist(self, x: Tensor, y: Tensor) -> Tensor:
         """2 arctan(‖x − y‖/‖x + y‖) for each vector, exact at every angle (Kahan); their root sum of squares.
 
@@ -172,13 +172,13 @@ class UnitVectors(Manifold):
 
     # --- retraction and transport ---------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def retract(self, x: Tensor, u: Tensor) -> Tensor:
         """(x + u)/‖x + u‖ for each vector, a second-order retraction."""
         self.check_shape(x.shape)
         return self._unit(x + u)
 
-    @upcast_half
+    @working_precision
     def inverse_retract(self, x: Tensor, y: Tensor) -> Tensor:
         """y/⟨x, y⟩ − x for each vector.
 
@@ -199,12 +199,12 @@ class UnitVectors(Manifold):
     def retraction_order(self) -> int:
         return 2
 
-    @upcast_half
+    @working_precision
     def pushforward(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """The differential of :meth:`retract` at u along v: (v − y⟨y, v⟩)/‖x + u‖ for each vector, at y."""
         return self.project(self.retract(x, u), v) / self._length(x + u)
 
-    @upcast_half
+    @working_precision
     def transport(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """Parallel transport along the great circle to ``retract(x, u)``: v − ⟨y, v⟩(x + y)/(1 + ⟨x, y⟩)."""
         return self._transport(x, self.retract(x, u), v)
@@ -212,7 +212,7 @@ class UnitVectors(Manifold):
     def _transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         return v - (x + y) * (self._dot(y, v) / (1 + self._dot(x, y)))
 
-    @upcast_half
+    @working_precision
     def retract_transport(self, x: Tensor, u: Tensor, *vectors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         y = self.retract(x, u)
         return y, tuple(self._transport(x, y, v) for v in vectors)

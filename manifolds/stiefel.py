@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .linalg import compute_dtype, polar_factor, qr_positive, sym, upcast_half
-from .manifold import Manifold
+from .frames import OrthonormalFrames
+from .linalg import (
+    cross_gram,
+    max_entry,
+    sym,
+    working_precision,
+)
 from .metrics import EuclideanMetric, Metric
 from .retractions import Polar, Retraction
 from .transports import ProjectionTransport, VectorTransport
@@ -17,7 +22,7 @@ __all__ = ["Stiefel"]
 
 
 @dataclass(frozen=True)
-class Stiefel(Manifold):
+class Stiefel(OrthonormalFrames):
     """St(n, p) = {X ∈ ℝⁿˣᵖ : XᵀX = I}, n ≥ p: the orthonormal p-frames of ℝⁿ.
 
     Points are the last two dimensions of a tensor. Tangent vectors at X satisfy XᵀU + UᵀX = 0. Wide matrices
@@ -42,8 +47,6 @@ class Stiefel(Manifold):
     retraction: Retraction = field(default_factory=Polar)
     vector_transport: VectorTransport = field(default_factory=ProjectionTransport)
 
-    ndim = 2
-
     def __post_init__(self) -> None:
         for name, kind in (("metric", Metric), ("retraction", Retraction), ("vector_transport", VectorTransport)):
             found = getattr(self, name)
@@ -53,55 +56,15 @@ class Stiefel(Manifold):
 
     # --- shapes -------------------------------------------------------------------------------------------------
 
-    def check_shape(self, shape: torch.Size | tuple[int, ...]) -> None:
-        super().check_shape(shape)
-        n, p = shape[-2:]
-        if n < p:
-            raise ValueError(
-                f"a Stiefel frame must be tall, n >= p, found n = {n} rows and p = {p} columns in shape "
-                f"{tuple(shape)}; store its transpose, {p} by {n}"
-            )
-
     def dim(self, shape: torch.Size | tuple[int, ...]) -> int:
         """np − p(p+1)/2."""
         self.check_shape(shape)
         n, p = shape[-2:]
         return n * p - p * (p + 1) // 2
 
-    # --- points -------------------------------------------------------------------------------------------------
-
-    def random_point(
-        self,
-        *shape: int,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """A Haar-distributed frame: QR with positive diagonal of a Gaussian matrix (Mezzadri 2007)."""
-        self.check_shape(shape)
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        gaussian = torch.randn(shape, dtype=compute_dtype(dtype), device=device, generator=generator)
-        return qr_positive(gaussian)[0].to(dtype).contiguous()
-
-    @upcast_half
-    def project_point(self, a: Tensor) -> Tensor:
-        """The polar factor of ``a``, nearest in the Frobenius norm. For rank-deficient ``a``, one of the nearest.
-
-        Raises:
-            ValueError: ``a`` is wide, or has NaN or infinite entries.
-        """
-        self.check_shape(a.shape)
-        return polar_factor(a)
-
-    def point_error(self, x: Tensor) -> Tensor:
-        """max |XᵀX − I|, computed in float32 or better."""
-        self.check_shape(x.shape)
-        x = x.to(compute_dtype(x.dtype))
-        return _max_entry(x.mT @ x - torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
-
     # --- tangent vectors ----------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def project(self, x: Tensor, z: Tensor) -> Tensor:
         """Z − X sym(XᵀZ), orthogonal in the ambient inner product whatever the metric."""
         self.check_shape(x.shape)
@@ -110,22 +73,22 @@ class Stiefel(Manifold):
     def tangent_error(self, x: Tensor, u: Tensor) -> Tensor:
         """max |XᵀU + UᵀX|, computed in float32 or better."""
         self.check_shape(x.shape)
-        inner = x.to(compute_dtype(x.dtype)).mT @ u.to(compute_dtype(u.dtype))
-        return _max_entry(inner + inner.mT)
+        inner = cross_gram(x, u)
+        return max_entry(inner + inner.mT)
 
     # --- metric -------------------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def inner(self, x: Tensor, u: Tensor, v: Tensor) -> Tensor:
         self.check_shape(x.shape)
         return self.metric.inner(x, u, v)
 
-    @upcast_half
+    @working_precision
     def egrad_to_rgrad(self, x: Tensor, g: Tensor) -> Tensor:
         self.check_shape(x.shape)
         return self.metric.egrad_to_rgrad(x, g)
 
-    @upcast_half
+    @working_precision
     def ehess_to_rhess(self, x: Tensor, egrad: Tensor, ehess_u: Tensor, u: Tensor) -> Tensor:
         """The Riemannian Hessian along the tangent ``u``: self-adjoint in the metric, ⟨Hess u, u⟩ = d²/dt² f(Exp(tu)).
 
@@ -137,13 +100,13 @@ class Stiefel(Manifold):
 
     # --- geodesics ----------------------------------------------------------------------------------------------
 
-    @upcast_half
+    @working_precision
     def exp(self, x: Tensor, u: Tensor) -> Tensor:
         """The exponential map of ``metric``. The normal part of ``u``, if any, is ignored."""
         self.check_shape(x.shape)
         return self.metric.exp(x, u)
 
-    @upcast_half
+    @working_precision
     def log(self, x: Tensor, y: Tensor) -> Tensor:
         """The logarithm of ``metric``: the u with exp(x, u) = y.
 
@@ -193,8 +156,3 @@ class Stiefel(Manifold):
     def retract_transport(self, x: Tensor, u: Tensor, *vectors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         y = self.retract(x, u)
         return y, tuple(self.vector_transport.transport(self, x, u, v, y) for v in vectors)
-
-
-def _max_entry(a: Tensor) -> Tensor:
-    """max |aᵢⱼ| over the last two dimensions, 0 for an empty matrix; NaN propagates."""
-    return a.abs().amax((-2, -1)) if a.shape[-1] else a.new_zeros(a.shape[:-2])

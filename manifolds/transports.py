@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 
 from .geodesics import split
-from .linalg import solve_left, upcast_half
+from .linalg import solve_left, working_precision
 from .retractions import Cayley, Exponential
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class CayleyTransport(VectorTransport):
                 "use retraction=Cayley(), or another vector_transport"
             )
 
-    @upcast_half
+    @working_precision
     def transport(self, manifold: Stiefel, x: Tensor, u: Tensor, v: Tensor, y: Tensor | None = None) -> Tensor:
         (a, b), (a2, b2) = split(x, u), split(x, v)
         z = solve_left(Cayley.core(a, b), a2 - b.mT @ b2 / 2)
@@ -104,6 +104,6 @@ class ParallelTransport(VectorTransport):
                 "use retraction=Exponential(), or another vector_transport"
             )
 
-    @upcast_half
+    @working_precision
     def transport(self, manifold: Stiefel, x: Tensor, u: Tensor, v: Tensor, y: Tensor | None = None) -> Tensor:
         return manifold.metric.parallel_transport(x, u, v)

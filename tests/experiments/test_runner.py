@@ -6,6 +6,7 @@ from geodescent.experiments import runner
 from geodescent.experiments.arms import select_arms
 from geodescent.experiments.results import ResultsStore
 from geodescent.experiments.runner import plan, run_cells
+from geodescent.experiments.studies import Cifar10Study
 from geodescent.experiments.training import train_cell
 
 
@@ -120,8 +121,12 @@ def test_data_that_cannot_be_read_are_not_a_failed_cell(tmp_path):
     assert not (tmp_path / "out" / "cells.jsonl").exists()
 
 
-def test_where_the_data_lie_does_not_make_another_cell():
-    from geodescent.experiments.studies import Cifar10Study
+def test_the_content_of_the_data_makes_the_cell_and_not_its_place(tmp_path, write_cifar):
+    def key(name, seed):
+        write_cifar(tmp_path / name, seed=seed)
+        study = Cifar10Study(data_folder=str(tmp_path / name), records=20)
+        return plan(study, select_arms(["adamw"]), [0])[0].key
 
-    keys = {plan(Cifar10Study(data_folder=folder), select_arms(["adamw"]), [0])[0].key for folder in ("a", "b")}
-    assert len(keys) == 1
+    assert key("a", seed=0) == key("b", seed=0)
+    assert key("a", seed=0) != key("c", seed=1)
+    assert key("a", seed=1) == key("c", seed=1)  # the same folder, written again with other data

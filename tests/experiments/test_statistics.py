@@ -38,10 +38,10 @@ def test_three_pairs_by_hand():
         ((5.0, 6.0, 5.5), False, "worse", 0),
         ((-5.0, -6.0, -5.5), False, "better", 3),
         ((-5.0, 6.0, 0.0), True, "no difference found", 1),
-        ((2.0, 2.0), True, "better", 2),  # no spread at all
-        ((0.0, 0.0), True, "no difference found", 0),
-        ((3.0,), True, "too few pairs", 1),
-        ((), True, "too few pairs", 0),
+        ((2.0, 2.0), True, "no interval", 2),  # no spread: t is undefined, and two coins can fall alike
+        ((0.0, 0.0), True, "no interval", 0),
+        ((3.0,), True, "no interval", 1),
+        ((), True, "no interval", 0),
     ],
 )
 def test_verdicts(differences, higher_is_better, verdict, wins):
@@ -49,8 +49,7 @@ def test_verdicts(differences, higher_is_better, verdict, wins):
     assert paired.verdict == verdict
     assert paired.wins == wins
     assert paired.n == len(differences) == paired.wins + paired.ties + paired.losses
-    if len(differences) < 2:
-        assert paired.low is None
+    assert (paired.low is None) == (verdict == "no interval")
 
 
 def test_mean_and_sd():
@@ -75,12 +74,12 @@ def test_a_run_that_did_not_get_there_is_shown_so_and_counts_as_the_cap(make_rec
     ]
     summary = summarize(records, STEPS)
     assert _column(summary, "reached") == {"adamw": "1 of 2", "frozen": "2 of 2"}
-    assert _column(summary, "steps to 95 %, mean ± sd") == {"adamw": "400", "frozen": "400 ± 141"}
+    assert _column(summary, "steps to 95 %, mean ± sd") == {"adamw": "≥ 700 ± 424", "frozen": "400 ± 141"}
     difference = summary.arms[1].difference
     assert difference is not None
     assert difference.differences == (-700.0, 100.0)
     assert _column(summary, "wins") == {"adamw": "–", "frozen": "1 of 2"}
-    assert any("“not reached” counts as the last step, 1,000" in note for note in summary.notes)
+    assert any("“Not reached” counts as the last step, 1,000" in note for note in summary.notes)
     assert summary.words[0] == "Runs that got there within 1,000 steps: adamw in 1 of 2, frozen in 2 of 2."
 
 
@@ -102,10 +101,17 @@ def test_words_say_no_difference_where_the_interval_includes_zero(make_record):
     assert words[1].startswith("riemannian-adam is better than adamw in test accuracy: +5.33 points on average")
 
 
+PAIR = (("adamw", 0.5), ("frozen", 0.6))
+
+
 def test_one_pair_has_no_interval(make_record):
     summary = summarize([make_record(), make_record("frozen", metrics={"test_accuracy": 0.8})], ACCURACY)
     assert _column(summary, "minus adamw [95 % interval]")["frozen"] == "−10.00 (one pair)"
-    assert "says nothing about chance" in summary.words[0]
+    assert "from one pair of runs" in summary.words[0]
+    alike = [make_record(arm, seed, metrics={"test_accuracy": v}) for seed in (0, 1) for arm, v in PAIR]
+    summary = summarize(alike, ACCURACY)
+    assert _column(summary, "minus adamw [95 % interval]")["frozen"] == "+10.00 (all pairs alike)"
+    assert "no verdict" in summary.words[0]
 
 
 def test_failed_cells_are_counted_and_left_out(make_record):

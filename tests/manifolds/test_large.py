@@ -49,3 +49,24 @@ def test_every_path(m, p, generator):
     if isinstance(m.retraction, Exponential):
         hessian = m.ehess_to_rhess(x, v, u, u)
         assert (hessian[11] - m.ehess_to_rhess(one, carried, along, along)).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("m", MANIFOLDS, ids=lambda m: type(m.retraction).__name__)
+def test_reduced_precision_products_do_not_reach_the_geometry(m, precision, generator):
+    # "medium" makes oneDNN multiply in bfloat16 on processors that can, and "high" GPUs in TF32: 1e-3 off
+    torch.set_float32_matmul_precision(precision)
+    try:
+        x = m.random_point(768, 256, generator=generator)
+        u = m.random_tangent(x, generator)
+        y, (v,) = m.retract_transport(x, u, u)
+        assert torch.get_float32_matmul_precision() == precision
+        assert m.point_error(y) < 5e-6
+        assert m.point_error(m.project_point(x + 0.1 * u)) < 5e-6
+        assert m.tangent_error(x, u) < 1e-6
+        assert m.tangent_error(y, v) < 1e-5
+        with pytest.raises(ValueError, match="n >= p"):
+            m.project(x.mT, u.mT)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -135,10 +135,10 @@ def test_qr_positive_is_the_unique_factorization():
     torch.testing.assert_close(r2, r + torch.eye(4), rtol=0, atol=1e-13)
 
 
-def test_upcast_half_computes_in_float32_and_returns_the_points_dtype():
+def test_working_precision_computes_in_float32_and_returns_the_points_dtype():
     seen = []
 
-    @linalg.upcast_half
+    @linalg.working_precision
     def pair(x, u, *, flag=None):
         seen.append((x.dtype, u.dtype))
         return x + u, (u.isnan(), flag)

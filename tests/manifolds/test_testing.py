@@ -20,7 +20,7 @@ from geodescent.manifolds import (
     Stiefel,
     testing,
 )
-from geodescent.manifolds.linalg import upcast_half
+from geodescent.manifolds.linalg import working_precision
 from geodescent.manifolds.testing import (
     CHECKS,
     check_all,
@@ -45,7 +45,7 @@ SHAPE = (4, 2)
 class CayleyWithoutP(Retraction):
     """Turns twice as fast about vertical directions: geoopt's canonical retraction."""
 
-    @upcast_half
+    @working_precision
     def retract(self, x, u):
         return Cayley().retract(x, u + x @ (x.mT @ u))
 
@@ -55,7 +55,7 @@ class CayleyWithoutP(Retraction):
 
 @dataclass(frozen=True)
 class QRWithLapacksSigns(Retraction):
-    @upcast_half
+    @working_precision
     def retract(self, x, u):
         return torch.linalg.qr(x + u)[0]
 
@@ -78,7 +78,7 @@ class PolarWithWrongPushforward(Polar):
 
 @dataclass(frozen=True)
 class PolarWithWrongInverse(Polar):
-    @upcast_half
+    @working_precision
     def inverse_retract(self, x, y):
         return Stiefel().project(x, y - x)
 
@@ -87,7 +87,7 @@ class PolarWithWrongInverse(Polar):
 class PolarOfADifferentiatedSVD(Polar):
     """Its backward pass is NaN where singular values coincide, as they do at u = 0."""
 
-    @upcast_half
+    @working_precision
     def retract(self, x, u):
         left, _, right = torch.linalg.svd(x + u, full_matrices=False)
         return left @ right
@@ -115,7 +115,7 @@ class TransportThatIsNotLinear(ProjectionTransport):
 
 @dataclass(frozen=True)
 class GradientFormulaAsProjection(Stiefel):
-    @upcast_half
+    @working_precision
     def project(self, x, z):
         self.check_shape(x.shape)
         return z - x @ z.mT @ x
@@ -141,7 +141,7 @@ class BasisOfTheOtherMetric(Stiefel):
 
 @dataclass(frozen=True)
 class HessianOfTheOtherMetric(Stiefel):
-    @upcast_half
+    @working_precision
     def ehess_to_rhess(self, x, egrad, ehess_u, u):
         self.check_shape(x.shape)
         return self.egrad_to_rgrad(x, ehess_u - u @ ((x.mT @ egrad) + (x.mT @ egrad).mT) / 2)
@@ -169,14 +169,14 @@ class ExpIsARetraction(Stiefel):
 
 @dataclass(frozen=True)
 class ExpLeavesForVectorsThatAreNotTangent(Stiefel):
-    @upcast_half
+    @working_precision
     def exp(self, x, u):
         return super().exp(x, u) + (u - self.project(x, u))
 
 
 @dataclass(frozen=True)
 class LogIsAProjectedDifference(Stiefel):
-    @upcast_half
+    @working_precision
     def log(self, x, y):
         return self.project(x, y - x)
 
@@ -193,7 +193,7 @@ class DistByArccosine(Stiefel):
 
 @dataclass(frozen=True)
 class NearestPointByQR(Stiefel):
-    @upcast_half
+    @working_precision
     def project_point(self, a):
         self.check_shape(a.shape)
         q, r = torch.linalg.qr(a)

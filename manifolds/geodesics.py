@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .errors import LogNotConvergedError
-from .linalg import expm, frobenius_norm, newton_schulz_polish, polar_factor, skew, solve_right, sym
+from .linalg import expm, frobenius_norm, polar_factor, skew, solve_right, sym
 
 __all__ = ["acceleration", "acceleration_adjoint", "exp", "exp_differential", "log", "parallel_transport", "split"]
 
@@ -69,7 +69,8 @@ def exp(x: Tensor, u: Tensor, alpha: float) -> Tensor:
     y = _combine(x, b / scale, block)
     if alpha != 0:
         y = y @ expm(alpha / (alpha + 1) * a)
-    return newton_schulz_polish(y)
+    # also for steps so long that rounding leaves nothing of the direction, the result is a frame
+    return polar_factor(y)
 
 
 def _column_scale(b: Tensor) -> Tensor:

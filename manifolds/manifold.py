@@ -98,7 +98,8 @@ class Manifold(ABC):
             NotOnManifoldError: with the error found. A NaN is an error.
         """
         if atol is None:
-            atol = default_atol(u.dtype) * max(1.0, float(u.abs().max()) if u.numel() else 1.0)
+            size = float(u.abs().max()) if u.numel() and not u.is_meta else 1.0
+            atol = default_atol(u.dtype) * max(1.0, size) if math.isfinite(size) else 0.0
         self._check_errors(
             self.tangent_error(x, u), atol, f"{name} is not tangent to {self!r}: its tangent error", "project"
         )
@@ -108,7 +109,7 @@ class Manifold(ABC):
         if errors.is_meta or errors.numel() == 0:
             return
         worst = float(errors.max())  # max() propagates NaN
-        if not worst <= atol:
+        if not worst <= atol or math.isinf(worst):
             where = f" (batch index {_argmax_index(errors)})" if errors.ndim else ""
             raise NotOnManifoldError(
                 f"{subject} is {worst:.3g}{where}, allowed is {atol:.3g}; use manifold.{cure}(...) if that is meant",

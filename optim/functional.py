@@ -22,7 +22,13 @@ class AdamStep(NamedTuple):
     x: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
     capped: Tensor
+
+    def is_finite(self) -> bool:
+        """False where arithmetic overflowed on the way, as with gradients of 1e30 in float32."""
+        parts = (self.x, self.exp_avg, self.exp_avg_sq)
+        return bool(torch.stack([torch.isfinite(part).all() for part in parts]).all())
 
 
 def second_moment_shape(shape: torch.Size, second_moment: str) -> tuple[int, ...]:
@@ -83,20 +89,23 @@ def riemannian_adam_step(
     Args:
         grad: the ambient gradient.
         exp_avg: first moment, tangent at x.
-        max_exp_avg_sq: running maximum of the second moment (amsgrad); updated in place. None without amsgrad.
+        max_exp_avg_sq: running maximum of the second moment (amsgrad). None without amsgrad.
         step: number of this step, from 1.
 
     Returns:
-        New tensors; nothing but ``max_exp_avg_sq`` is written to.
+        New tensors; nothing is written to.
+
+    Raises:
+        ValueError: the retraction refused an overflowed step.
     """
     beta1, beta2 = betas
     xi = manifold.egrad_to_rgrad(x, grad)
     exp_avg = exp_avg.lerp(xi, 1 - beta1)
     square = pooled_square(manifold, x, xi, second_moment, step_scale)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
-    second = exp_avg_sq
     if max_exp_avg_sq is not None:
-        second = torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
+        max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    second = exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq
 
     bias_correction1, bias_correction2 = 1 - beta1**step, 1 - beta2**step
     direction = safe_divide(exp_avg, (second / bias_correction2).sqrt() + eps)
@@ -112,4 +121,4 @@ def riemannian_adam_step(
         eta = eta * factor[..., None, None]
 
     x, (exp_avg,) = manifold.retract_transport(x, eta, exp_avg)
-    return AdamStep(x, exp_avg, exp_avg_sq, capped)
+    return AdamStep(x, exp_avg, exp_avg_sq, max_exp_avg_sq, capped)

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ..manifolds import Euclidean, Manifold, ManifoldParameter
-from .functional import SECOND_MOMENTS, STEP_SCALES, riemannian_adam_step, second_moment_shape
+from .functional import SECOND_MOMENTS, STEP_SCALES, AdamStep, riemannian_adam_step, second_moment_shape
 
 __all__ = ["RiemannianAdam"]
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class RiemannianAdam(torch.optim.Optimizer):
@@ -42,8 +44,8 @@ class RiemannianAdam(torch.optim.Optimizer):
         betas: decay rates of the two moments.
         eps: added to the denominator. 0 is allowed, and 0/0 is a step of 0.
         weight_decay: decoupled decay of the plain parameters, as in AdamW. It has no effect on a frame whatever its
-            value, by theorem: the gradient λX of the decay is normal to the manifold, P(λX) = 0. A group that holds
-            nothing but frames and asks for decay is warned about once.
+            value, by theorem: the gradient λX of the decay is normal to the manifold, P(λX) = 0. Decay that is set
+            on nothing but frames is warned about once.
         amsgrad: normalize by the running maximum of the second moment.
         maximize: maximize the objective.
         second_moment: "frame", one scalar a frame; "column", one a column; "element", one an element, which breaks
@@ -52,9 +54,11 @@ class RiemannianAdam(torch.optim.Optimizer):
             in norm, √(np) times less, as geoopt's frames do.
         trust_radius: the longest step a frame may take, in the metric's norm; None for no bound.
         decay: "decoupled" is the only kind there is so far.
-        nonfinite: what to do about NaN or infinite gradients. "raise": a ``ValueError`` naming the parameter, before
-            anything is touched. "skip": the whole step changes nothing.
+        nonfinite: what to do about NaN or infinite gradients, and gradients of frames so large that their step
+            overflows. "raise": a ``ValueError`` naming the parameter, before anything is touched. "skip": the whole
+            step changes nothing.
         foreach: passed on to AdamW's arithmetic for the plain parameters.
+        capturable: must be False; steps cannot be captured in a CUDA graph yet.
 
     Raises:
         ValueError: an argument is out of its range; the error names it.
@@ -77,7 +81,10 @@ class RiemannianAdam(torch.optim.Optimizer):
         decay: str = "decoupled",
         nonfinite: str = "raise",
         foreach: bool | None = None,
+        capturable: bool = False,
     ) -> None:
+        if capturable:
+            raise ValueError("capturable must be False: RiemannianAdam cannot be captured in a CUDA graph yet")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -94,6 +101,7 @@ class RiemannianAdam(torch.optim.Optimizer):
             "manifold": None,
         }
         super().__init__(params, defaults)
+        self._warn_of_idle_decay()
 
     # --- groups -------------------------------------------------------------------------------------------------
 
@@ -109,29 +117,28 @@ class RiemannianAdam(torch.optim.Optimizer):
             raise
 
     def _check_frames(self, group: dict[str, Any]) -> None:
-        frames = 0
         for i, p in enumerate(group["params"]):
             manifold = manifold_of(p, group)
             if manifold is None:
                 continue
-            frames += 1
             name = self._name(group, i)
-            if p.dtype in (torch.float16, torch.bfloat16):
-                raise ValueError(
-                    f"{name} is a {p.dtype} frame, and steps smaller than its rounding would be lost; keep frames in "
-                    "float32 and compute in half precision under torch.autocast"
-                )
+            if p.dtype in _HALF:
+                raise ValueError(_half_precision(name, p.dtype))
             if p.ndim < 2 or manifold.ndim != 2:
                 raise ValueError(
                     f"{name} lies on {manifold!r}; RiemannianAdam steps points that are matrices (..., n, p), found "
                     f"shape {tuple(p.shape)}"
                 )
             manifold.check_point(p.detach(), name=name)
-        if frames and frames == len(group["params"]) and group["weight_decay"] != 0:
+
+    def _warn_of_idle_decay(self) -> None:
+        decayed = [group for group in self.param_groups if group["weight_decay"] != 0]
+        idle = [all(manifold_of(p, group) is not None for p in group["params"]) for group in decayed]
+        if decayed and all(idle):
             warnings.warn(
-                f"weight_decay={group['weight_decay']:g} is set on a group that holds only frames, where it has no "
-                "effect: the gradient of the decay is normal to the manifold",
-                stacklevel=5,  # the caller of the constructor
+                f"weight_decay={decayed[0]['weight_decay']:g} is set only where all parameters are frames, and there "
+                "it has no effect: the gradient of the decay is normal to the manifold",
+                stacklevel=3,  # the caller of the constructor
             )
 
     def _name(self, group: dict[str, Any], index: int) -> str:
@@ -173,7 +180,8 @@ class RiemannianAdam(torch.optim.Optimizer):
             The closure's loss, or None.
 
         Raises:
-            ValueError: a gradient is NaN or infinite and ``nonfinite="raise"``; nothing was changed.
+            ValueError: a gradient is not finite, or a frame's step overflows, and ``nonfinite="raise"``; nothing was
+                changed.
         """
         loss = None
         if closure is not None:
@@ -181,18 +189,34 @@ class RiemannianAdam(torch.optim.Optimizer):
                 loss = closure()
         if not self._gradients_are_finite():
             return loss
+        # every frame's step is computed before any is taken, so that a step which overflows changes nothing
+        plain: list[tuple[list[Tensor], dict[str, Any]]] = []
+        frames: list[tuple[Tensor, dict[str, Any], AdamStep]] = []
         for group in self.param_groups:
-            plain = []
-            for p in group["params"]:
+            params = []
+            for i, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
                 manifold = manifold_of(p, group)
                 if manifold is None:
-                    plain.append(p)
-                else:
-                    self._step_frames(p, manifold, group)
-            if plain:
-                self._step_plain(plain, group)
+                    params.append(p)
+                    continue
+                result = self._frame_step(p, manifold, group)
+                if result is None:
+                    if group["nonfinite"] == "skip":
+                        return loss
+                    raise ValueError(
+                        f"the step of {self._name(group, i)} overflows {p.dtype}: its gradient is finite, but too "
+                        f"large, up to {float(p.grad.abs().max()):.3g}; nothing was stepped. Clip or scale the "
+                        'gradients, or pass nonfinite="skip" to skip such steps'
+                    )
+                frames.append((p, group, result))
+            plain.append((params, group))
+        for p, group, result in frames:
+            self._take(p, group, result)
+        for params, group in plain:
+            if params:
+                self._step_plain(params, group)
         return loss
 
     def _gradients_are_finite(self) -> bool:
@@ -209,47 +233,65 @@ class RiemannianAdam(torch.optim.Optimizer):
                 entries.append((group, i, torch.isfinite(p.grad).all()))
         if not entries or bool(torch.stack([ok.to(entries[0][2].device) for *_, ok in entries]).all()):
             return True
-        group, i = next((g, i) for g, i, ok in entries if not ok)
-        if group["nonfinite"] == "skip":
+        spoiled = [(g, i) for g, i, ok in entries if not ok]
+        strict = [(g, i) for g, i in spoiled if g["nonfinite"] == "raise"]
+        if not strict:
             return False
+        group, i = strict[0]
         bad = int((~torch.isfinite(group["params"][i].grad)).sum())
         raise ValueError(
             f"the gradient of {self._name(group, i)} has {bad} NaN or infinite entries; nothing was stepped. Pass "
             'nonfinite="skip" to skip such steps'
         )
 
-    def _step_frames(self, p: Tensor, manifold: Manifold, group: dict[str, Any]) -> None:
-        state = self.state[p]
+    def _frame_step(self, p: Tensor, manifold: Manifold, group: dict[str, Any]) -> AdamStep | None:
+        """The step of one parameter's frames, not taken yet; None if it is not finite."""
         grad = p.grad
         assert grad is not None
+        if p.dtype in _HALF:  # converted after the optimizer was made
+            raise ValueError(_half_precision(f"a parameter of shape {tuple(p.shape)}", p.dtype))
+        state = self.state.get(p)
         if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(p)
-            shape = second_moment_shape(p.shape, group["second_moment"])
-            state["exp_avg_sq"] = p.new_zeros(shape)
-            if group["amsgrad"]:
-                state["max_exp_avg_sq"] = p.new_zeros(shape)
-            state["capped"] = torch.tensor(0.0)
-        state["step"] += 1
-        result = riemannian_adam_step(
-            manifold,
-            p.detach(),
-            (-grad if group["maximize"] else grad).to(p.dtype),
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            state["max_exp_avg_sq"] if group["amsgrad"] else None,
-            int(state["step"]),
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            second_moment=group["second_moment"],
-            step_scale=group["step_scale"],
-            trust_radius=group["trust_radius"],
-        )
+            state = self._new_frame_state(p, group)
+        try:
+            result = riemannian_adam_step(
+                manifold,
+                p.detach(),
+                (-grad if group["maximize"] else grad).to(p.dtype),
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                state["max_exp_avg_sq"] if group["amsgrad"] else None,
+                int(state["step"]) + 1,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                second_moment=group["second_moment"],
+                step_scale=group["step_scale"],
+                trust_radius=group["trust_radius"],
+            )
+        except ValueError:  # a retraction does not take NaN
+            return None
+        return result if result.is_finite() else None
+
+    def _new_frame_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        square = p.new_zeros(second_moment_shape(p.shape, group["second_moment"]))
+        state = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p).detach(), "exp_avg_sq": square}
+        if group["amsgrad"]:
+            state["max_exp_avg_sq"] = square.clone()
+        state["capped"] = torch.tensor(0.0)
+        return state
+
+    def _take(self, p: Tensor, group: dict[str, Any], result: AdamStep) -> None:
         # detach(): writing through the ManifoldParameter itself would check the point again
         p.detach().copy_(result.x)
-        state["exp_avg"].copy_(result.exp_avg)
-        state["exp_avg_sq"].copy_(result.exp_avg_sq)
+        state = self.state[p]
+        if not state:
+            state.update(self._new_frame_state(p, group))
+        state["step"] += 1
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            value = getattr(result, name)
+            if value is not None:
+                state[name].copy_(value)
         state["capped"] += float(result.capped.sum())
 
     def _step_plain(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -278,6 +320,13 @@ class RiemannianAdam(torch.optim.Optimizer):
             maximize=group["maximize"],
             has_complex=any(torch.is_complex(p) for p in params),
         )
+
+
+def _half_precision(name: str, dtype: torch.dtype) -> str:
+    return (
+        f"{name} is a {dtype} frame, and steps smaller than its rounding would be lost; keep frames in float32 and "
+        "compute in half precision under torch.autocast"
+    )
 
 
 def manifold_of(p: Tensor, group: dict[str, Any]) -> Manifold | None:

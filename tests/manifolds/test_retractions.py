@@ -60,12 +60,14 @@ def test_inverse_gives_the_tangent_vector_back(retraction, shape):
     assert Stiefel().tangent_error(x, v).max() < 1e-13
 
 
-@pytest.mark.parametrize("retraction", [Polar(), QR()], ids=repr)
+@pytest.mark.parametrize("retraction", RETRACTIONS, ids=repr)
 @pytest.mark.parametrize("shape", [(3, 1), (6, 4), (4, 4)])
-def test_inverse_refuses_the_antipode(retraction, shape):
+def test_inverse_refuses_the_antipode_and_a_reflection(retraction, shape):
     x, _ = frame_and_tangent(shape)
-    with pytest.raises(ValueError, match="not in the range"):
-        retraction.inverse_retract(x, -x)
+    first = x[:, :1]
+    for y in (-x, x - 2 * first @ (first.mT @ x)):
+        with pytest.raises(ValueError, match="not in the range"):
+            retraction.inverse_retract(x, y)
 
 
 @pytest.mark.parametrize("retraction", RETRACTIONS, ids=repr)

@@ -255,6 +255,10 @@ def test_check_tangent_says_how_far_off():
     x = torch.tensor([[1.0], [0], [0]], dtype=torch.float64)
     with pytest.raises(NotOnManifoldError, match=r"not tangent .* 0\.2"):
         Stiefel().check_tangent(x, torch.tensor([[0.1], [1.0], [0]], dtype=torch.float64))
+    with pytest.raises(NotOnManifoldError):
+        Stiefel().check_tangent(x, torch.tensor([[float("inf")], [0], [0]], dtype=torch.float64))
+    with pytest.raises(NotOnManifoldError):
+        Stiefel().check_tangent(x, torch.tensor([[0.0], [float("inf")], [0]], dtype=torch.float64))
     Stiefel().check_tangent(x, 1e8 * torch.tensor([[1e-12], [1.0], [0]], dtype=torch.float64))
 
 

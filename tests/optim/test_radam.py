@@ -6,7 +6,16 @@ import warnings
 import geoopt
 import pytest
 import torch
-from geodescent.manifolds import QR, CanonicalMetric, Cayley, ManifoldParameter, NotOnManifoldError, Stiefel
+from geodescent.manifolds import (
+    QR,
+    CanonicalMetric,
+    Cayley,
+    Exponential,
+    ManifoldParameter,
+    NotOnManifoldError,
+    Polar,
+    Stiefel,
+)
 from geodescent.optim import RiemannianAdam
 from torch import nn
 
@@ -267,6 +276,7 @@ def test_weight_decay_has_no_effect_on_a_frame_and_says_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         RiemannianAdam([r, nn.Parameter(torch.ones(2))], weight_decay=0.1)
+        RiemannianAdam([{"params": [r]}, {"params": [nn.Parameter(torch.ones(2))]}], weight_decay=0.1)
 
 
 # --- torch.optim conventions --------------------------------------------------------------------------------------
@@ -395,9 +405,57 @@ def test_unnamed_parameters_are_named_by_place():
         optimizer.step()
 
 
+@pytest.mark.parametrize("retraction", [Polar(), QR(), Cayley(), Exponential()], ids=repr)
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("size", [1e25, 1e30, 2e38])
+def test_a_finite_gradient_that_overflows_changes_nothing(retraction, amsgrad, size):
+    p, q = (frame(5, 3, seed=s, manifold=Stiefel(retraction=retraction), dtype=torch.float32) for s in (0, 1))
+    optimizer = RiemannianAdam([("q", q), ("p", p)], lr=0.1, amsgrad=amsgrad)
+    for spoiled in (False, True):
+        before = copy.deepcopy([p.detach(), q.detach(), optimizer.state_dict()["state"]])
+        q.grad = gradients((5, 3), 1, dtype=torch.float32)[0]
+        p.grad = size * torch.sign(q.grad) if spoiled else q.grad.clone()
+        if not spoiled:
+            optimizer.step()
+    with pytest.raises(ValueError, match=r"the step of parameter 'p' overflows torch\.float32.* up to"):
+        optimizer.step()
+    optimizer.param_groups[0]["nonfinite"] = "skip"
+    optimizer.step()
+    after = [p.detach(), q.detach(), optimizer.state_dict()["state"]]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_raise_in_one_group_is_not_overruled_by_skip_in_another():
+    p, q = frame(5, 3), frame(5, 3, seed=1)
+    optimizer = RiemannianAdam([{"params": [p], "nonfinite": "skip"}, {"params": [q]}])
+    p.grad = q.grad = torch.full((5, 3), float("nan"), dtype=torch.float64)
+    with pytest.raises(ValueError, match="parameter 0 of group 1"):
+        optimizer.step()
+
+
+def test_frames_made_half_precision_later_are_refused():
+    layer = torch.nn.Module()
+    layer.weight = frame(8, 4, dtype=torch.float32)
+    optimizer = RiemannianAdam(layer.parameters())
+    layer.bfloat16()
+    layer.weight.grad = torch.ones(8, 4, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="bfloat16 frame"):
+        optimizer.step()
+
+
+def test_a_step_within_autocast_is_the_same_step():
+    grads = gradients((3, 64, 16), 5, dtype=torch.float32)
+    p, q = (frame(3, 64, 16, dtype=torch.float32) for _ in range(2))
+    a = run(RiemannianAdam([p], lr=1e-2), p, grads)
+    with torch.autocast("cpu", torch.bfloat16):
+        b = run(RiemannianAdam([q], lr=1e-2), q, grads)
+    assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"capturable": True}, "capturable must be False"),
         ({"lr": -1.0}, "lr must be a finite number of at least 0, found -1"),
         ({"lr": float("nan")}, "lr must be"),
         ({"betas": (0.9, 1.0)}, "betas must be"),

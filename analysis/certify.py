@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..manifolds import Manifold, ManifoldParameter, NotOnManifoldError
-from ._arrays import frobenius
+from ._arrays import frobenius, ratio
 from ._result import Result, html_table, text_table
 from .certificates import conditioning_certificate, has_conditioning_bound, steepest_descent_certificate
 from .invariance import StepFn, equivariance_certificate, scale_free_certificate, weight_decay_certificate
@@ -131,7 +131,8 @@ def certify(
         steps: number of steps. ``seed``: of the point and the gradients.
         claims: the certificates the optimizer is said to have, a subset of :data:`CERTIFICATES`; by default the
             attribute ``claims`` of the optimizer, if it has one.
-        weight_decay: the λ of the weight decay certificate: λX is added to the gradients by hand.
+        weight_decay: the λ of the weight decay certificate: λX is added to the gradients by hand, and the optimizer's
+            own option ``weight_decay``, where its groups have one, is set to λ against 0.
         trust_radius: the bound on a step's length that conditioning is held to; by default each step's own length.
         atol: tolerance of every certificate, where steps can be recovered that well. A step of length s is the
             difference of two points and known to about 1e-16·‖X‖/s; where that is larger, it is the tolerance, up to
@@ -162,6 +163,7 @@ def certify(
     step_fn = black_box_step_fn(optimizer_factory, manifold)
     scale_free = scale_free_certificate(step_fn, x, gradients, atol=atol, ndim=manifold.ndim)
     decay = weight_decay_certificate(manifold, x, weight_decay, step_fn=step_fn, gradients=gradients, atol=atol)
+    own = _own_decay(optimizer_factory, manifold, x, gradients, weight_decay)
     certificates: dict[str, Any] = {"steepest descent": descents[0], "scale-free": scale_free}
     measured: dict[str, tuple[str, float, float]] = {
         "steepest descent": (
@@ -172,7 +174,7 @@ def certify(
         "scale-free": (f"deviation (degree {scale_free.degree:.3g})", scale_free.deviation, atol),
         "weight decay": (
             "decayed step, relative",
-            max(decay.projected_decay, decay.gradient_change, decay.step_deviation or 0.0),
+            max(decay.projected_decay, decay.gradient_change, decay.step_deviation or 0.0, own),
             atol,
         ),
     }
@@ -180,7 +182,9 @@ def certify(
         at, moved = torch.stack([points[i] for i in judged]), torch.stack([taken[i] for i in judged])
         conditioning = conditioning_certificate(manifold, at, moved, trust_radius, atol)
         certificates["conditioning"] = conditioning
-        measured["conditioning"] = ("condition number of X + η", conditioning.condition_number, conditioning.bound)
+        radius = "its own length" if trust_radius is None else f"radius {trust_radius:g}"
+        what = f"condition number of X + η, against {radius}"
+        measured["conditioning"] = (what, conditioning.condition_number, conditioning.bound)
     else:
         measured["conditioning"] = ("no bound on this manifold", float("nan"), float("nan"))
     if manifold.ndim == 2:
@@ -195,7 +199,9 @@ def certify(
         CertificateRow(
             which,
             *measured[which],
-            holds=which in certificates and bool(certificates[which].passed),
+            holds=which in certificates
+            and bool(certificates[which].passed)
+            and (which != "weight decay" or own <= atol),
             claimed=None if claimed is None else which in claimed,
         )
         for which in CERTIFICATES
@@ -234,6 +240,32 @@ def _trajectory(
                 step = manifold.inverse_retract(before, after)
         steps.append(step)
     return points, steps
+
+
+def _own_decay(
+    optimizer_factory: OptimizerFactory,
+    manifold: Manifold,
+    x: Tensor,
+    gradients: Sequence[Tensor],
+    weight_decay: float,
+) -> float:
+    """The largest relative change of a step when the optimizer's own decay is switched on; 0 where it has none."""
+
+    def decayed(params: list[ManifoldParameter], amount: float) -> torch.optim.Optimizer:
+        optimizer = optimizer_factory(params)
+        for group in optimizer.param_groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = amount
+        return optimizer
+
+    runs = [
+        _trajectory(lambda params, amount=amount: decayed(params, amount), manifold, x, gradients)[1]
+        for amount in (0.0, weight_decay)
+    ]
+    return max(
+        float(ratio(frobenius(b - a, manifold.ndim), frobenius(a, manifold.ndim)).max())
+        for a, b in zip(*runs, strict=True)
+    )
 
 
 def _resolution(x: Tensor, steps: Sequence[Tensor], ndim: int) -> float:

@@ -96,9 +96,13 @@ class FrameProjection(nn.Module):
             error_msgs.append(f'While assigning "{prefix}weight": {error}')
 
     def _apply(self, fn, recurse: bool = True):
-        # moves that cannot keep the tensor, such as to_empty() from the meta device, make a plain parameter of it
+        before = self.weight.dtype
         super()._apply(fn, recurse)
         moved: Tensor = self.weight
+        # moves that cannot keep the tensor, such as to_empty() from the meta device, make a plain parameter of it
         if not isinstance(moved, ManifoldParameter):
             self.weight = rebuild(moved, moved.requires_grad, self.manifold)
+        # .double() of a float32 frame would be orthonormal to float32's rounding only
+        if torch.finfo(moved.dtype).eps < torch.finfo(before).eps and not moved.is_meta:
+            moved.detach().copy_(self.manifold.project_point(moved.detach()))
         return self

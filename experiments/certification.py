@@ -24,6 +24,7 @@ class Certified:
     name: str
     factory: Callable[[Any], torch.optim.Optimizer]
     manifold: Manifold
+    atol: float = 1e-12
 
 
 def _adam(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
@@ -35,11 +36,20 @@ CERTIFIED: tuple[Certified, ...] = (
     Certified("RiemannianAdam, frobenius", _adam(step_scale="frobenius"), Stiefel()),
     Certified("RiemannianAdam, canonical metric", _adam(), Stiefel(CanonicalMetric(), Cayley())),
     Certified("RiemannianAdam, column", _adam(second_moment="column"), Stiefel()),
-    Certified("RiemannianAdam, element", _adam(second_moment="element"), Stiefel()),
+    # a rule that divides by single elements divides rounding by the smallest of them, some 1/(np) of the rest
+    Certified("RiemannianAdam, element", _adam(second_moment="element"), Stiefel(), atol=1e-10),
 )
 
 
 def certify_all(shape: tuple[int, ...], seed: int = 0) -> Iterator[CertificateReport]:
     """A report an optimizer, as each is done, on frames of `shape` (..., n, p), in float64."""
     for each in CERTIFIED:
-        yield certify(each.factory, each.manifold, shape, seed=seed, trust_radius=TRUST_RADIUS, name=each.name)
+        yield certify(
+            each.factory,
+            each.manifold,
+            shape,
+            seed=seed,
+            trust_radius=TRUST_RADIUS,
+            atol=each.atol,
+            name=each.name,
+        )

@@ -119,6 +119,11 @@ def certify(
     seed: Annotated[int, typer.Option(help="Of the frames and gradients.")] = 0,
 ) -> None:
     """Check, in float64, what each optimizer claims. Exit status 0 if certificates hold exactly where claimed."""
+    if not 1 < p < n:
+        raise ValueError(
+            f"p must be above 1 and below n, found n = {n} and p = {p}: with one column, or a square frame, rules that "
+            "differ in general take the same steps"
+        )
     console = _console()
     table = Table(title=f"Certificates in float64 on two frames of {n}×{p}, seed {seed}")
     for name in ("optimizer", "certificate", "measured", "value", "bound", "holds", "claimed"):

@@ -15,8 +15,13 @@ class ManifoldParameter(nn.Parameter):
     """An ``nn.Parameter`` whose values are points of ``manifold``.
 
     It survives ``deepcopy``, ``pickle``, ``torch.save``, ``.to()`` and sharing between layers. Copying values in, as
-    ``load_state_dict`` does, is checked like the constructor is. Conversion keeps the values: a float32 frame turned
-    to float64 is orthonormal to about 2e-7 until it is projected again.
+    ``load_state_dict`` does, is checked like the constructor is.
+
+    Where that ends: conversion keeps the values, so a float32 frame turned to float64 is orthonormal to about 2e-7
+    until it is projected again, and ``load_state_dict(assign=True)`` and ``to_empty()`` put a plain parameter in its
+    place. The layers of :mod:`geodescent.attention` mend both; a module of your own wraps or projects again, or names
+    the manifold in the optimizer's group, which checks every frame it is given. Averages of frames, as
+    ``torch.optim.swa_utils.AveragedModel`` takes them, are off the manifold: project them.
 
     Args:
         data: points in the trailing ``manifold.ndim`` dimensions; its storage is shared, as by ``nn.Parameter``.

@@ -162,3 +162,27 @@ def test_errors():
         certify(radam(), Stiefel(), (6, 2), claims={"speed"})
     with pytest.raises(ValueError, match="steps must be at least 1, found 0"):
         certify(radam(), Stiefel(), (6, 2), steps=0)
+
+
+class DecaysBeforeRetracting(torch.optim.Optimizer):
+    """Riemannian descent with decoupled decay fused into the retraction, which shortens X and so lengthens the step."""
+
+    def __init__(self, params, weight_decay=0.0):
+        super().__init__(params, {"weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                x = p.detach()
+                step = 0.3 * Stiefel().egrad_to_rgrad(x, p.grad)
+                step = step / step.norm()
+                x.copy_(Stiefel().project_point((1 - group["weight_decay"]) * x - step))
+
+
+def test_the_optimizers_own_decay_is_asked_too():
+    report = certify(lambda params: DecaysBeforeRetracting(params), Stiefel(), (24, 6))
+    holds = {row.name: row.holds for row in report.rows}
+    assert not holds["weight decay"]
+    assert holds["steepest descent"]
+    assert "against its own length" in next(row.quantity for row in report.rows if row.name == "conditioning")

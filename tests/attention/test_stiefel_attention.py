@@ -256,6 +256,15 @@ def test_double_and_deepcopy_keep_the_constraint():
     assert layer.q_proj.weight.dtype == layer.logit_scale.dtype == torch.float64
 
 
+@pytest.mark.parametrize("there", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("back", [torch.float32, torch.float64])
+def test_frames_are_as_orthonormal_as_their_type_allows_after_conversion(there, back):
+    layer = StiefelAttention(64, 4).to(there).to(back)
+    for module in (layer.q_proj, layer.k_proj):
+        assert Stiefel().point_error(module.weight.detach()).max() < 10 * torch.finfo(back).eps * 8
+    RiemannianAdam(layer.parameters())
+
+
 def test_autocast_runs():
     layer = StiefelAttention(16, 4)
     x = torch.randn(2, 3, 16)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from geodescent.analysis import CERTIFICATES
 from geodescent.experiments import certification, cli
-from geodescent.experiments.certification import Certified
+from geodescent.experiments.certification import Certified, certify_all
 from geodescent.experiments.results import ResultsStore
 from geodescent.experiments.studies import Cifar10Study
 from geodescent.manifolds import Stiefel
@@ -177,3 +177,15 @@ def test_certify_names_wide_frames(capsys):
     code, printed = _main(capsys, "certify", "--n", "3", "--p", "8")
     assert code == 2
     assert len(printed.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (4, 4), (1, 1), (3, 5)])
+def test_certify_refuses_shapes_that_tell_rules_apart_no_more(shape, capsys):
+    code, printed = _main(capsys, "certify", "--n", str(shape[0]), "--p", str(shape[1]))
+    assert code == 2
+    assert "p must be above 1 and below n" in printed.err
+
+
+@pytest.mark.parametrize("seed", range(3, 5))
+def test_certificates_of_larger_frames_hold_as_claimed(seed):
+    assert all(report.consistent for report in certify_all((2, 96, 32), seed))

@@ -80,7 +80,8 @@ def test_principal_angles(angles, seed):
     """By construction from the angles, repeated ones among them, and by scipy."""
     x, u, y = with_angles(9, angles, seed)
     close(projector(M.exp(x, u)), projector(y), 2e-15 * 9)
-    close(M.log(x, y), u, 1e-14)
+    # near the cut locus, at π/2, rounding in y is magnified by 1/cos
+    close(M.log(x, y), u, 1e-14 + 2e-15 / math.cos(max(angles)))
     expected = math.hypot(*angles)
     assert float(M.dist(x, y)) == pytest.approx(expected, rel=1e-9, abs=1e-15)
     by_scipy = np.linalg.norm(scipy.linalg.subspace_angles(x.numpy(), y.numpy()))

@@ -14,6 +14,7 @@ from geodescent.manifolds import (
     ProjectionTransport,
     Stiefel,
 )
+from torch.autograd import gradcheck
 
 PAIRS = [
     *((retraction, ProjectionTransport()) for retraction in (Polar(), QR(), Cayley(), Exponential())),
@@ -98,3 +99,27 @@ def test_exponential_needs_a_metric_by_itself():
     assert Stiefel(retraction=Exponential()).retraction == Exponential()
     assert Exponential().order(CanonicalMetric()) == Exponential(CanonicalMetric()).order(CanonicalMetric()) == 2
     assert Exponential(CanonicalMetric()).order(EuclideanMetric()) == 1
+
+
+@pytest.mark.parametrize(("retraction", "transport"), PAIRS, ids=repr)
+@pytest.mark.parametrize("length", [0.0, 0.8])
+def test_gradients_of_transports_and_inverses_also_at_zero(retraction, transport, length, generator):
+    m = Stiefel(AlphaMetric(0.3), retraction, transport)
+    x = m.random_point(4, 2, dtype=torch.float64, generator=generator)
+    u, v = (m.random_tangent(x, generator) for _ in range(2))
+    u = (length * u).requires_grad_()
+    assert gradcheck(lambda u, v: m.transport(x, m.project(x, u), m.project(x, v)), (u, v.requires_grad_()))
+    assert gradcheck(lambda u: m.inverse_retract(x, m.retract(x, m.project(x, u))), (u,))
+    assert gradcheck(lambda u: m.pushforward(x, m.project(x, u), m.project(x, v.detach())), (u,))
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=repr)
+def test_gradients_of_metric_and_hessian(metric, generator):
+    m = Stiefel(metric)
+    x = m.random_point(4, 2, dtype=torch.float64, generator=generator).requires_grad_()
+    g, h, u = (torch.randn(4, 2, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
+    assert gradcheck(m.inner, (x, g, h))
+    assert gradcheck(m.egrad_to_rgrad, (x, g))
+    assert gradcheck(m.ehess_to_rhess, (x, g, h, u))
+    assert gradcheck(m.project, (x, g))
+    assert gradcheck(m.project_point, (x,))

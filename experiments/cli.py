@@ -172,7 +172,7 @@ def _print_summary(console: Console, study: Study, run: RunReport, summary: Summ
     for i, name in enumerate(summary.header):
         width = max((len(row[i]) for row in summary.rows), default=0)  # heads are broken so that cells need not be
         head = textwrap.fill(name, max(width, 9))
-        table.add_column(head, justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(head, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
     for row in summary.rows:
         table.add_row(*row)
     console.print(table)

@@ -43,10 +43,17 @@ def check_projection(
     return recorder.result()
 
 
-def check_project_point(manifold: Manifold, x: Tensor, seed: int = 0, *, rtol: float | None = None) -> CheckResult:
-    """``project_point`` keeps points and goes to a nearest one: what it removes is normal to the manifold there."""
+def check_project_point(
+    manifold: Manifold, x: Tensor, seed: int = 0, *, noise: float = 0.1, rtol: float | None = None
+) -> CheckResult:
+    """``project_point`` keeps points and goes to a nearest one: what it removes is normal to the manifold there.
+
+    Args:
+        noise: standard deviation of what is added to an entry of x. An open set, such as the positive definite
+            matrices, has no nearest point to what lies outside, and needs less.
+    """
     recorder, tol = Recorder("project_point", manifold), tolerance(x.dtype, rtol)
-    a = x + 0.1 * ambient(x, generator_like(x, seed))
+    a = x + noise * ambient(x, generator_like(x, seed))
     y = manifold.project_point(a.clone())
     recorder.at_most("point error", worst(manifold.point_error(y)), tol)
     recorder.at_most("|project_point(x) - x|", gap(manifold.project_point(x.clone()), x), tol)

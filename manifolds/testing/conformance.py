@@ -46,6 +46,7 @@ class _Conformance:
     bad_shapes: ClassVar[Sequence[tuple[int, ...]]] = ()
     invariant: ClassVar[Invariant | None] = None
     rtol: ClassVar[float | None] = None
+    noise: ClassVar[float] = 0.1
     examples: ClassVar[int] = 5
 
     @pytest.fixture
@@ -79,7 +80,12 @@ class _Conformance:
     ) -> None:
         """Run ``check_<name>`` at random points with options drawn from strategies, and assert that it passes."""
         check = CHECKS[name]
-        fixed = {"invariant": type(self).invariant, "bad_shapes": self.bad_shapes, "rtol": self.rtol}
+        fixed = {
+            "invariant": type(self).invariant,
+            "bad_shapes": self.bad_shapes,
+            "rtol": self.rtol,
+            "noise": self.noise,
+        }
         fixed = {option: value for option, value in fixed.items() if takes(check, option)}
         shapes = shape if isinstance(shape, SearchStrategy) else st.just(tuple(shape))
         seeded = takes(check, "seed")
@@ -239,5 +245,7 @@ class ManifoldConformance(PointConformance, StepConformance, GeodesicConformance
         invariant: for quotient spaces, sends all representatives of a point to one tensor, as
             ``staticmethod(lambda x: x @ x.mT)``.
         rtol: the relative error allowed where rounding is the only source of error, if not the default of 10⁴ ulp.
+        noise: how far from the space a tensor may be thrown that ``project_point`` is to bring back; an open set needs
+            less than the default of 0.1 an entry.
         examples: how many examples Hypothesis draws at most in a test.
     """

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..manifolds import Stiefel
 from ._arrays import ratio
 from ._result import Result, axes
 from .geometry import AttentionGeometry, LayerGeometry, attention_geometry, circuit_core
@@ -225,8 +226,7 @@ def _balanced(layer: LayerGeometry, with_scale: bool) -> tuple[Tensor, Tensor, T
 def _haar_sample(n: int, p: int, samples: int, seed: int) -> tuple[Tensor, float]:
     """Overlaps (samples, p, p) of Haar-random p-frames of ℝⁿ with the first p axes, and the mean subspace distance."""
     generator = torch.Generator().manual_seed(seed)
-    q, r = torch.linalg.qr(torch.randn(samples, n, p, dtype=torch.float64, generator=generator))
-    frames = q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
+    frames = Stiefel().random_point(samples, n, p, dtype=torch.float64, generator=generator)
     angles = angles_between(torch.eye(n, p, dtype=torch.float64), frames)
     return frames[..., :p, :].clone(), float(torch.linalg.vector_norm(angles, dim=-1).mean())
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..manifolds import Manifold
+from ..manifolds import Manifold, Stiefel
 from ._arrays import ArrayLike, as_float64, as_tensor, frobenius, ratio
 from ._result import Result
 from .certificates import points_and_vectors
@@ -127,7 +127,8 @@ def equivariance_certificate(
     start = as_float64(x, "x")
     if start.ndim < 2:
         raise ValueError(f"x must be a matrix or a batch of matrices, found shape {tuple(start.shape)}")
-    q = _haar(start.shape[-2], generator).to(start.device)
+    n, drawn = start.shape[-2], _seeded() if generator is None else generator
+    q = Stiefel().random_point(n, n, dtype=torch.float64, device=drawn.device, generator=drawn).to(start.device)
     base = _run(step_fn, start, gradients)
     moved = _run(step_fn, q @ start, [q @ as_float64(g, "gradients") for g in gradients])
     deviations = _deviations(moved, [q @ step for step in base], 2)
@@ -216,10 +217,3 @@ def _deviations(steps: Sequence[Tensor], reference: Sequence[Tensor], ndim: int)
 
 def _seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-def _haar(n: int, generator: torch.Generator | None) -> Tensor:
-    """Haar-distributed on O(n), both determinants: QR of a Gaussian with the signs of R's diagonal (Mezzadri 2007)."""
-    drawn = _seeded() if generator is None else generator
-    q, r = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, device=drawn.device, generator=drawn))
-    return q * torch.sign(torch.diagonal(r))

@@ -7,6 +7,7 @@ different settings apart. How to split, batch and evaluate hangs on it; how to t
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -53,7 +54,7 @@ class StudyData:
 
 
 @dataclass(frozen=True)
-class Study:
+class Study(ABC):
     """What the settings of all studies have in common."""
 
     lr: float = 1e-3
@@ -91,25 +92,31 @@ class Study:
         return Hyperparameters(self.lr, self.betas, self.weight_decay)
 
     @property
+    @abstractmethod
     def headline(self) -> Headline:
-        raise NotImplementedError
+        """The number that arms are compared by."""
 
     @property
+    @abstractmethod
     def total_steps(self) -> int:
-        raise NotImplementedError
+        """Training steps at most."""
 
     @property
+    @abstractmethod
     def evaluate_every(self) -> int:
-        raise NotImplementedError
+        """Steps between evaluations."""
 
+    @abstractmethod
     def describe(self) -> str:
-        raise NotImplementedError
+        """The task in one sentence without its full stop."""
 
+    @abstractmethod
     def build(self, attention: Mapping[str, Any]) -> nn.Module:
-        raise NotImplementedError
+        """A model with these arguments of `StiefelAttention`, from torch's global generator."""
 
+    @abstractmethod
     def data(self, seed: int) -> StudyData:
-        raise NotImplementedError
+        """The data of one seed, the same for every arm."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .errors import LogNotConvergedError
-from .linalg import expm, frobenius_norm, polar_factor, skew, solve_right, sym
+from .linalg import expm, frobenius_norm, polar_factor, project_tangent, skew, solve_right, sym
 
 __all__ = ["acceleration", "acceleration_adjoint", "exp", "exp_differential", "log", "parallel_transport", "split"]
 
@@ -276,14 +276,13 @@ def _shoot(y: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
         if bool(((best_residual <= tolerance) | (~better & (best_residual < 1e-9))).all()):
             break
         best_residual = torch.where(better, residual, best_residual)
-        inner = end.mT @ y
-        error = y - end @ ((inner + inner.mT) / 2)
+        error = project_tangent(end, y)
         length = frobenius_norm(error)
         # y opposite to ỹ: every direction leads there, so take one, the same each time
         stuck = (length < 1e-8 * residual) & (residual > 1e-3)
         if bool(stuck.any()):
             kick = torch.randn(y.shape, dtype=y.dtype, generator=generator).to(y.device)
-            error = torch.where(stuck[..., None, None], kick - end @ (end.mT @ kick + kick.mT @ end) / 2, error)
+            error = torch.where(stuck[..., None, None], project_tangent(end, kick), error)
             length = frobenius_norm(error)
         error = error * (_STRIDE / length.clamp_min(_STRIDE))[..., None, None]
         delta = differential.solve(differential.pull_back(error))
@@ -329,12 +328,8 @@ def _invert(r: Tensor, q: Tensor, u: Tensor, end: Tensor, alpha: float, transpos
     g = differential.left.expm()
     if transpose:
         w = g @ differential.solve(tangent(inside), transpose=True) @ h
-        inner = end.mT @ w
-        solved = w - end @ (inner + inner.mT) / 2
-        return q @ solved + solve_right(outside, k.mT) @ h
-    inner = end.mT @ inside
-    w = inside - end @ (inner + inner.mT) / 2
-    solved = differential.solve(tangent(g.mT @ w @ h.mT))
+        return q @ project_tangent(end, w) + solve_right(outside, k.mT) @ h
+    solved = differential.solve(tangent(g.mT @ project_tangent(end, inside) @ h.mT))
     return q @ solved + solve_right(outside @ h.mT, k)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import LogNotConvergedError
-from .linalg import frobenius_norm, polar_factor, qr_positive, sym
+from .linalg import frobenius_norm, polar_factor, project_tangent, qr_positive
 
 if TYPE_CHECKING:
     from .metrics import Metric
@@ -28,10 +28,6 @@ TOLERANCE = 1e-9
 _LEVELS = 9  # of extrapolation
 _MAX_ITERATIONS = 60
 _STRIDE = 0.5  # of the end point, an iteration of the shooting solver
-
-
-def _project(x: Tensor, z: Tensor) -> Tensor:
-    return z - x @ sym(x.mT @ z)
 
 
 def _acceleration(metric: Metric, x: Tensor, u: Tensor) -> Tensor:
@@ -73,9 +69,9 @@ def geodesic(metric: Metric, x: Tensor, u: Tensor, v: Tensor | None = None) -> t
         RuntimeError: the tolerance was not reached.
     """
     x, u = torch.broadcast_tensors(x, u)
-    state = [x, _project(x, u)]
+    state = [x, project_tangent(x, u)]
     if v is not None:
-        state.append(_project(x, v))
+        state.append(project_tangent(x, v))
         state = list(torch.broadcast_tensors(*state))
     if x.numel() == 0:
         return state[0].clone(), state[-1]
@@ -94,7 +90,7 @@ def geodesic(metric: Metric, x: Tensor, u: Tensor, v: Tensor | None = None) -> t
                 "for; the metric is not smooth enough, or the velocity too large"
             )
     y = polar_factor(end[0])
-    return y, _project(y, end[-1])
+    return y, project_tangent(y, end[-1])
 
 
 def _integrate(metric: Metric, state: list[Tensor], stretches: int, tolerance: float) -> tuple[list[Tensor], float]:
@@ -162,7 +158,7 @@ def shoot(metric: Metric, x: Tensor, y: Tensor) -> Tensor:
         worst = float(residual.max())
         if worst <= TOLERANCE:
             break
-        error = _project(end, y - end)
+        error = project_tangent(end, y - end)
         length = frobenius_norm(error)
         error = error * (_STRIDE / length.clamp_min(_STRIDE))[..., None, None]
         forward = metric.exp(x.unsqueeze(0), u + step * basis)
@@ -188,7 +184,7 @@ def _tangent_frames(x: Tensor) -> Tensor:
     """A basis of the tangent space, (dim, *x.shape), orthonormal in the ambient inner product."""
     n, p = x.shape[-2:]
     units = torch.eye(n * p, dtype=x.dtype, device=x.device).reshape(n * p, *(1,) * (x.ndim - 2), n, p)
-    images = _project(x, units.expand(n * p, *x.shape))
+    images = project_tangent(x, units.expand(n * p, *x.shape))
     flat = images.flatten(-2).movedim(0, -1)  # the projection as a symmetric matrix: eigenvalues 0 and 1
     vectors = torch.linalg.eigh(flat).eigenvectors[..., -(n * p - p * (p + 1) // 2) :] if n * p else flat
     if n * p == p * (p + 1) // 2:

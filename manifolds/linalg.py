@@ -37,6 +37,7 @@ __all__ = [
     "orthonormality_error",
     "polar_differential",
     "polar_factor",
+    "project_tangent",
     "qr_positive",
     "safe_sqrt",
     "skew",
@@ -142,6 +143,11 @@ def cross_gram(x: Tensor, u: Tensor) -> Tensor:
 def sym(a: Tensor) -> Tensor:
     """Symmetric part (A + Aᵀ)/2."""
     return (a + a.mT) / 2
+
+
+def project_tangent(x: Tensor, z: Tensor) -> Tensor:
+    """Z − X sym(XᵀZ), the orthogonal projection to the tangent space of the Stiefel manifold at X."""
+    return z - x @ sym(x.mT @ z)
 
 
 def skew(a: Tensor) -> Tensor:

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from .frames import OrthonormalFrames
-from .linalg import (
-    cross_gram,
-    max_entry,
-    sym,
-    working_precision,
-)
+from .linalg import cross_gram, max_entry, project_tangent, working_precision
 from .metrics import EuclideanMetric, Metric
 from .retractions import Polar, Retraction
 from .transports import ProjectionTransport, VectorTransport
@@ -68,7 +63,7 @@ class Stiefel(OrthonormalFrames):
     def project(self, x: Tensor, z: Tensor) -> Tensor:
         """Z − X sym(XᵀZ), orthogonal in the ambient inner product whatever the metric."""
         self.check_shape(x.shape)
-        return z - x @ sym(x.mT @ z)
+        return project_tangent(x, z)
 
     def tangent_error(self, x: Tensor, u: Tensor) -> Tensor:
         """max |XᵀU + UᵀX|, computed in float32 or better."""

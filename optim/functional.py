@@ -10,9 +10,16 @@ from torch import Tensor
 from ..manifolds import Manifold
 from ..manifolds.linalg import safe_sqrt
 
-__all__ = ["AdamStep", "pooled_square", "riemannian_adam_step", "safe_divide", "second_moment_shape"]
+__all__ = [
+    "AdamStep",
+    "pooled_square",
+    "riemannian_adam_step",
+    "safe_divide",
+    "second_moment_shape",
+    "within_trust_radius",
+]
 
-SECOND_MOMENTS = ("frame", "column", "element")
+SECOND_MOMENTS = ("frame", "column", "element", "gram")
 STEP_SCALES = ("rms", "frobenius")
 
 
@@ -25,16 +32,10 @@ class AdamStep(NamedTuple):
     max_exp_avg_sq: Tensor | None
     capped: Tensor
 
-    def is_finite(self) -> bool:
-        """False where arithmetic overflowed on the way, as with gradients of 1e30 in float32."""
-        parts = (self.x, self.exp_avg, self.exp_avg_sq)
-        return bool(torch.stack([torch.isfinite(part).all() for part in parts]).all())
 
-
-def second_moment_shape(shape: torch.Size, second_moment: str) -> tuple[int, ...]:
-    """Shape of the second moment of frames of shape (..., n, p): a scalar a frame, a row, or the whole."""
-    batch, (n, p) = shape[:-2], shape[-2:]
-    return {"frame": (*batch, 1, 1), "column": (*batch, 1, p), "element": (*batch, n, p)}[second_moment]
+def second_moment_shape(n: int, p: int, second_moment: str) -> tuple[int, int]:
+    """Shape of the second moment of one n×p frame: a scalar, a row, the whole, or a Gram matrix."""
+    return {"frame": (1, 1), "column": (1, p), "element": (n, p), "gram": (p, p)}[second_moment]
 
 
 def pooled_square(manifold: Manifold, x: Tensor, xi: Tensor, second_moment: str, step_scale: str) -> Tensor:
@@ -44,6 +45,9 @@ def pooled_square(manifold: Manifold, x: Tensor, xi: Tensor, second_moment: str,
     "frobenius" does not, so that what was pooled moves by about lr in norm.
     """
     n, p = xi.shape[-2:]
+    if second_moment == "gram":  # ξ(ξᵀξ)^(−1/2) has Frobenius norm √p
+        gram = xi.mT @ xi
+        return gram / n if step_scale == "rms" else gram * p
     if second_moment == "frame":
         square, pooled = manifold.inner(x, xi, xi)[..., None, None], n * p
     elif second_moment == "column":
@@ -57,6 +61,26 @@ def safe_divide(a: Tensor, b: Tensor) -> Tensor:
     """a / b with 0/0 = 0: a frame without gradient stays where it is, also with eps = 0."""
     zero = b == 0
     return torch.where(zero, torch.zeros_like(a), a / torch.where(zero, torch.ones_like(b), b))
+
+
+def _precondition(m: Tensor, gram: Tensor, eps: float) -> Tensor:
+    """M(R^(1/2) + εI)⁻¹ for positive semidefinite R, in float64; a direction without gradient so far is left out."""
+    values, vectors = torch.linalg.eigh(gram.double())
+    # below rounding of the largest eigenvalue nothing is known of the gradient
+    known = values > gram.shape[-1] * torch.finfo(gram.dtype).eps * values[..., -1:]
+    roots = torch.where(known, values.clamp(min=0), 0.0).sqrt()
+    inverse = torch.where(known, 1 / torch.where(known, roots + eps, 1.0), 0.0)
+    return (m.double() @ (vectors * inverse.unsqueeze(-2)) @ vectors.mT).to(m.dtype)
+
+
+def within_trust_radius(manifold: Manifold, x: Tensor, eta: Tensor, radius: float | None) -> tuple[Tensor, Tensor]:
+    """The step η, shortened to the radius in the metric's norm where it is longer, and where that was so."""
+    length = safe_sqrt(manifold.inner(x, eta, eta))
+    if radius is None:
+        return eta, torch.zeros_like(length, dtype=torch.bool)
+    capped = length > radius
+    factor = torch.where(capped, radius / torch.where(capped, length, 1.0), 1.0)
+    return eta * factor[..., None, None], capped
 
 
 def riemannian_adam_step(
@@ -74,6 +98,7 @@ def riemannian_adam_step(
     second_moment: str,
     step_scale: str,
     trust_radius: float | None,
+    pooled: int = 1,
 ) -> AdamStep:
     """One Riemannian Adam step on frames x of shape (..., n, p).
 
@@ -84,13 +109,15 @@ def riemannian_adam_step(
 
     Bécigneul & Ganea, "Riemannian adaptive optimization methods" (2019), with one scalar second moment a frame as in
     geoopt, and the "rms" scale and trust radius of Stiefel Attention (2026). A second moment of columns or elements
-    divides m̂ in the ambient space and projects the result to the tangent space.
+    divides m̂ in the ambient space and projects the result to the tangent space, and so does the
+    Gram matrix R = EMA(ξᵀξ), by m̂R̂^(−1/2): in the frame's own columns, so it moves along with the frame.
 
     Args:
         grad: the ambient gradient.
         exp_avg: first moment, tangent at x.
         max_exp_avg_sq: running maximum of the second moment (amsgrad). None without amsgrad.
         step: number of this step, from 1.
+        pooled: average the square over so many equal parts of the first dimension, which then share a second moment.
 
     Returns:
         New tensors; nothing is written to.
@@ -102,23 +129,22 @@ def riemannian_adam_step(
     xi = manifold.egrad_to_rgrad(x, grad)
     exp_avg = exp_avg.lerp(xi, 1 - beta1)
     square = pooled_square(manifold, x, xi, second_moment, step_scale)
+    if pooled > 1:
+        parts = square.reshape(pooled, -1, *square.shape[-2:])
+        square = parts.mean(0, keepdim=True).expand_as(parts).reshape(square.shape)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * square
     if max_exp_avg_sq is not None:
         max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
     second = exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq
 
     bias_correction1, bias_correction2 = 1 - beta1**step, 1 - beta2**step
-    direction = safe_divide(exp_avg, (second / bias_correction2).sqrt() + eps)
+    if second_moment == "gram":
+        direction = _precondition(exp_avg, second / bias_correction2, eps)
+    else:
+        direction = safe_divide(exp_avg, (second / bias_correction2).sqrt() + eps)
     if second_moment != "frame":
         direction = manifold.project(x, direction)
-    eta = direction * (-lr / bias_correction1)
-
-    length = safe_sqrt(manifold.inner(x, eta, eta))
-    capped = torch.zeros_like(length, dtype=torch.bool)
-    if trust_radius is not None:
-        capped = length > trust_radius
-        factor = torch.where(capped, trust_radius / torch.where(capped, length, 1.0), 1.0)
-        eta = eta * factor[..., None, None]
+    eta, capped = within_trust_radius(manifold, x, direction * (-lr / bias_correction1), trust_radius)
 
     x, (exp_avg,) = manifold.retract_transport(x, eta, exp_avg)
     return AdamStep(x, exp_avg, exp_avg_sq, max_exp_avg_sq, capped)

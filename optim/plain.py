@@ -1,0 +1,62 @@
+"""Plain parameters, stepped by torch's own arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+__all__ = ["adamw_step", "sgd_step"]
+
+
+def adamw_step(states: MutableMapping[Tensor, dict[str, Any]], params: Sequence[Tensor], group: dict[str, Any]) -> None:
+    """The step of :class:`torch.optim.AdamW`, to the last bit, with the options of ``group``."""
+    keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+    for p in params:
+        state = states[p]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for key in keys:
+                state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    columns = {key: [states[p][key] for p in params] for key in keys}
+    adamw(
+        list(params),
+        [p.grad for p in params if p.grad is not None],
+        columns["exp_avg"],
+        columns["exp_avg_sq"],
+        columns.get("max_exp_avg_sq", []),
+        [states[p]["step"] for p in params],
+        foreach=group["foreach"],
+        amsgrad=group["amsgrad"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        has_complex=any(torch.is_complex(p) for p in params),
+    )
+
+
+def sgd_step(states: MutableMapping[Tensor, dict[str, Any]], params: Sequence[Tensor], group: dict[str, Any]) -> None:
+    """The step of :class:`torch.optim.SGD`, to the last bit, with the options of ``group``."""
+    buffers = [states[p].get("momentum_buffer") for p in params]
+    sgd(
+        list(params),
+        [p.grad for p in params if p.grad is not None],
+        buffers,
+        foreach=group["foreach"],
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+    )
+    if group["momentum"] != 0:
+        for p, buffer in zip(params, buffers, strict=True):
+            states[p]["momentum_buffer"] = buffer

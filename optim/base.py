@@ -36,7 +36,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     """The options of the subclass that are one of a few words."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self._stacks: dict[int, tuple[tuple, list[Stack]]] = {}
+        self._stacks: dict[int, tuple[tuple, list[Stack], list[Tensor]]] = {}
         super().__init__(params, {**defaults, "manifold": None})
         self._warn_of_idle_decay()
 
@@ -190,14 +190,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             tuple(self._trailing_shapes(1, 1, group)),
         )
         known = self._stacks.get(id(group))
-        if known is None or known[0] != signature or not self._own_their_state(known[1]):
-            self._stacks[id(group)] = known = (signature, self._make_stacks(group, present))
-        framed = {id(p) for stack in known[1] for p in stack.params}
-        rest = [p for p, there in zip(params, present, strict=True) if there and id(p) not in framed]
-        return known[1], rest
-
-    def _own_their_state(self, stacks: list[Stack]) -> bool:
-        return all(stack.owns(self.state[p], i) for stack in stacks for i, p in enumerate(stack.params))
+        if known is None or known[0] != signature or not all(s.owns_state(self.state) for s in known[1]):
+            stacks = self._make_stacks(group, present)
+            framed = {id(p) for stack in stacks for p in stack.params}
+            rest = [p for p, there in zip(params, present, strict=True) if there and id(p) not in framed]
+            self._stacks[id(group)] = known = (signature, stacks, rest)
+        return known[1], known[2]
 
     def _make_stacks(self, group: dict[str, Any], present: list[bool]) -> list[Stack]:
         families: dict[tuple, list[int]] = {}
@@ -255,7 +253,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                     continue
                 if p.grad.is_sparse:
                     raise ValueError(
-                        f"the gradient of {self._name(group, i)} is sparse, which {type(self).__name__} does not support"
+                        f"the gradient of {self._name(group, i)} is sparse, which {type(self).__name__} does not "
+                        "support"
                     )
                 finite = torch.isfinite(local(p.grad)).all()
                 bad = _agreed((~finite).to(torch.float32), [p])
@@ -297,7 +296,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _take(stack: Stack, x: Tensor, arrays: dict[str, Tensor], capped: Tensor | None) -> None:
-        stack.write(x)
+        for chunk in stack.chunks(stack.frames):
+            stack.write(x[chunk.start : chunk.stop], chunk)
         for key, value in arrays.items():
             stack.arrays[key].copy_(value)
         stack.advance()

@@ -64,16 +64,18 @@ def fused_adam_step(
     keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
     capped: list[tuple[Chunk, Tensor]] = []
     for chunk in stack.chunks(CHUNK_ENTRIES.get(stack.device.type, 2**25) // max(1, n * p)):
-        if raw is not None:
-            g = stack.gather(raw, chunk)
+        frames = chunk.stop - chunk.start
+        if grads is None:
+            assert raw is not None
+            g = stack.gather_gradients(raw, chunk, stack.scratch("g", frames))
         else:
-            assert grads is not None
             g = grads[chunk.start : chunk.stop]
         if maximize:
             g = g.neg_()
+        x, spare = stack.points(chunk, stack.scratch("x", frames)), stack.scratch("spare", frames)
         state = {key: stack.arrays[key][chunk.start : chunk.stop] for key in keys}
         x, short = _step_chunk(
-            stack.manifold, stack.points(chunk), g, state, step, corrected, lr, betas, eps, step_scale, trust_radius
+            stack.manifold, x, g, spare, state, step, corrected, lr, betas, eps, step_scale, trust_radius
         )
         stack.write(x, chunk)
         if short is not None:
@@ -90,6 +92,7 @@ def _step_chunk(
     manifold: Manifold,
     x: Tensor,
     g: Tensor,
+    spare: Tensor,
     state: dict[str, Tensor],
     step: int,
     corrected: bool,
@@ -99,13 +102,16 @@ def _step_chunk(
     step_scale: str,
     trust_radius: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One step of a chunk, x and g of shape (b, n, p): both are overwritten. Returns x₊ and which frames were capped."""
+    """One step of a chunk; x, g and spare, of shape (b, n, p), are overwritten.
+
+    Returns:
+        The new points, and which frames were capped, or None for none.
+    """
     assert isinstance(manifold, Stiefel)
     assert isinstance(manifold.metric, AlphaMetric)
     alpha, metric_a = manifold.metric.alpha, manifold.metric.a
     (b, n, p), (beta1, beta2) = x.shape, betas
     m, v = state["exp_avg"], state["exp_avg_sq"]
-    spare = torch.empty_like(x)
 
     # the moment, m ← β₁m + (1−β₁)ξ with ξ = G − X(sym C − (2α+1) skew C), C = XᵀG; m is tangent, so XᵀW has
     # the symmetric part (1−β₁) sym C and the skew part β₁Xᵀm + (1−β₁) skew C

@@ -170,7 +170,7 @@ class RiemannianAdam(ManifoldOptimizer):
         names = ("betas", "eps", "second_moment", "step_scale", "trust_radius")
         result = riemannian_adam_step(
             stack.manifold,
-            stack.points(),
+            stack.all_points(),
             grads,
             arrays["exp_avg"],
             arrays["exp_avg_sq"],

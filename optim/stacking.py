@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,17 @@ __all__ = ["Chunk", "Stack", "local"]
 
 
 class Chunk(NamedTuple):
-    """Frames start to stop of a stack; each piece is frames first to last of parameter i."""
+    """Frames start to stop of a stack.
+
+    Each piece is frames first to last of parameter i, and ``targets`` are views of those frames in the parameters: one
+    matrix each where ``single``, else (frames, n, p).
+    """
 
     start: int
     stop: int
     pieces: list[tuple[int, int, int]]
+    targets: list[Tensor]
+    single: bool
 
 
 class Stack:
@@ -44,6 +50,9 @@ class Stack:
         self.arrays: dict[str, Tensor] = {}
         self.step = 0
         self._chunks: dict[int, list[Chunk]] = {}
+        self._scratch: dict[str, Tensor] = {}
+        self._states: list[dict[str, Any]] = []
+        self._steps: list[Tensor] = []
 
     @property
     def is_half(self) -> bool:
@@ -54,24 +63,35 @@ class Stack:
         in_pieces = self.frames >= 2 * size and all(t.is_contiguous() for t in self.locals)
         size = max(1, size) if in_pieces else self.frames
         if size not in self._chunks:
-            self._chunks[size] = list(_cut(self.counts, size))
+            self._chunks[size] = [self._chunk(*run) for run in _cut(self.counts, size)]
         return self._chunks[size]
 
-    def gather(self, tensors: Sequence[Tensor], chunk: Chunk | None = None) -> Tensor:
-        """A copy of one tensor a parameter, each (*batch, n, p), as (frames, n, p) in the precision of the arithmetic.
-
-        With a chunk, of its frames alone.
-        """
-        if chunk is None:
-            flat = [t.reshape(-1, *self.shape) for t in tensors]
+    def _chunk(self, start: int, stop: int, pieces: list[tuple[int, int, int]]) -> Chunk:
+        single = all(self.locals[i].ndim == 2 for i, _, _ in pieces)
+        if single or all(last - first == self.counts[i] for i, first, last in pieces):
+            targets = [self.locals[i] for i, _, _ in pieces]
         else:
-            flat = [tensors[i].reshape(-1, *self.shape)[first:last] for i, first, last in chunk.pieces]
-        if any(t.dtype != self.dtype for t in flat):
-            flat = [t.to(self.dtype) for t in flat]
-        return torch.cat(flat) if flat else torch.zeros(0, *self.shape, dtype=self.dtype, device=self.device)
+            targets = [self.locals[i].view(-1, *self.shape)[first:last] for i, first, last in pieces]
+        return Chunk(start, stop, pieces, targets, single)
+
+    def gather(self, tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        """A copy of tensors (*batch, n, p) as (frames, n, p), in the precision of the arithmetic."""
+        if any(t.dtype != self.dtype for t in tensors):
+            tensors = [t.to(self.dtype) for t in tensors]
+        if all(t.ndim == 2 for t in tensors) and tensors:
+            return torch.stack(tensors, out=out)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        flat = [t.reshape(-1, *self.shape) for t in tensors]
+        return torch.cat(flat, out=out) if flat else torch.zeros(0, *self.shape, dtype=self.dtype, device=self.device)
 
     def gradients(self) -> list[Tensor]:
         return [local(p.grad) for p in self.params if p.grad is not None]
+
+    def gather_gradients(self, grads: Sequence[Tensor], chunk: Chunk, out: Tensor | None = None) -> Tensor:
+        """The gradients of a chunk's frames, of one tensor a parameter."""
+        if chunk.single:
+            return self.gather([grads[i] for i, _, _ in chunk.pieces], out)
+        flat = [grads[i].reshape(-1, *self.shape)[first:last] for i, first, last in chunk.pieces]
+        return self.gather(flat, out)
 
     def follow_parameters(self) -> None:
         """Project half-precision frames anew that somebody else has written to since their last step."""
@@ -82,32 +102,33 @@ class Stack:
             if bool(moved.any()):
                 master[moved] = self.manifold.project_point(stored[moved].to(self.dtype))
 
-    def points(self, chunk: Chunk | None = None) -> Tensor:
+    def points(self, chunk: Chunk, out: Tensor | None = None) -> Tensor:
         """A copy of the points that are stepped: the float32 copies of half-precision frames, else the parameters."""
-        if not self.is_half:
-            return self.gather(self.locals, chunk)
-        master = self.arrays["master"]
-        return (master if chunk is None else master[chunk.start : chunk.stop]).clone()
+        return (
+            self.arrays["master"][chunk.start : chunk.stop].clone() if self.is_half else self.gather(chunk.targets, out)
+        )
 
-    def write(self, x: Tensor, chunk: Chunk | None = None) -> None:
-        """Copy new points (frames, n, p) into the parameters; their storage and strides stay as they are."""
+    def all_points(self) -> Tensor:
+        """:meth:`points` of the whole stack."""
+        return self.arrays["master"].clone() if self.is_half else self.gather(self.locals)
+
+    def write(self, x: Tensor, chunk: Chunk) -> None:
+        """Copy new points of a chunk into the parameters; their storage and strides stay as they are."""
         if self.is_half:
-            master = self.arrays["master"]
-            (master if chunk is None else master[chunk.start : chunk.stop]).copy_(x)
-        if chunk is None:
-            targets, sizes = self.locals, self.counts
+            self.arrays["master"][chunk.start : chunk.stop].copy_(x)
+        if chunk.single:
+            parts = list(x.unbind(0))
         else:
-            whole = [last - first == self.counts[i] for i, first, last in chunk.pieces]
-            targets = [
-                self.locals[i] if entire else self._frames_of(i)[first:last]
-                for (i, first, last), entire in zip(chunk.pieces, whole, strict=True)
-            ]
             sizes = [last - first for _, first, last in chunk.pieces]
-        parts = [part.view(t.shape) for part, t in zip(x.split(sizes), targets, strict=True)]
-        torch._foreach_copy_(targets, parts)
+            parts = [part.view(t.shape) for part, t in zip(x.split(sizes), chunk.targets, strict=True)]
+        torch._foreach_copy_(chunk.targets, parts)
 
-    def _frames_of(self, i: int) -> Tensor:
-        return self.locals[i].view(-1, *self.shape)
+    def scratch(self, name: str, frames: int) -> Tensor:
+        """A work array (frames, n, p) that is kept from step to step: fresh memory costs more than arithmetic here."""
+        found = self._scratch.get(name)
+        if found is None or found.shape[0] < frames:
+            found = self._scratch[name] = torch.empty(frames, *self.shape, dtype=self.dtype, device=self.device)
+        return found[:frames]
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -128,17 +149,20 @@ class Stack:
                     view.copy_(self.manifold.project_point(t.detach().to(self.dtype)))
                 state[key] = view
             self.arrays[key] = array
-        for key in ("step", "capped"):
+        for key in ("capped", "step"):
             array = torch.tensor([float(state.get(key, 0.0)) for state in states])
             self.arrays[key] = array
-            for state, view in zip(states, array.unbind(), strict=True):
+            self._steps = list(array.unbind())
+            for state, view in zip(states, self._steps, strict=True):
                 state[key] = view
+        self._states = list(states)
         self.step = int(self.arrays["step"][0]) if self.params else 0
 
-    def owns(self, state: dict[str, Any], index: int) -> bool:
-        """Whether ``state`` still holds this stack's views, and not values that somebody put in their place."""
-        step = state.get("step")
-        return step is not None and step.data_ptr() == self.arrays["step"].data_ptr() + 4 * index
+    def owns_state(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether the states still are this stack's views, and not values that somebody put in their place."""
+        if not self.params or states.get(self.params[0]) is not self._states[0]:
+            return False
+        return all(state.get("step") is step for state, step in zip(self._states, self._steps, strict=True))
 
     def advance(self) -> None:
         self.step += 1
@@ -155,7 +179,8 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _cut(counts: Sequence[int], size: int) -> Iterator[Chunk]:
+def _cut(counts: Sequence[int], size: int) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
+    """Runs of ``size`` frames: start, stop and the pieces of parameters that they are."""
     start, filled = 0, 0
     pieces: list[tuple[int, int, int]] = []
     for i, count in enumerate(counts):
@@ -166,7 +191,7 @@ def _cut(counts: Sequence[int], size: int) -> Iterator[Chunk]:
             filled += last - first
             first = last
             if filled == size:
-                yield Chunk(start, start + filled, pieces)
+                yield start, start + filled, pieces
                 start, filled, pieces = start + filled, 0, []
     if pieces:
-        yield Chunk(start, start + filled, pieces)
+        yield start, start + filled, pieces

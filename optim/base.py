@@ -122,10 +122,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def capped_fraction(self) -> float:
         """The share of the frame steps taken so far that the trust radius shortened; NaN where none was taken."""
         capped = taken = 0.0
-        for state in self.state.values():
+        for p, state in self.state.items():
             if "capped" in state:
                 capped += float(state["capped"])
-                taken += float(state["step"]) * math.prod(state["exp_avg"].shape[:-2])
+                taken += float(state["step"]) * math.prod(p.shape[:-2])
         return capped / taken if taken else math.nan
 
     # --- step ---------------------------------------------------------------------------------------------------

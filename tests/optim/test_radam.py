@@ -549,3 +549,66 @@ def test_claims_follow_the_second_moment():
         assert RiemannianAdam([frame(5, 3)], second_moment=second_moment).claims == full - missing
     fused = RiemannianAdam([frame(5, 3)], decay="fused", weight_decay=0.1)
     assert fused.claims == full - {"weight decay"}
+
+
+# --- Gram second moment, fused decay ------------------------------------------------------------------------------
+
+
+def test_a_gram_second_moment_is_covariant_under_a_change_of_basis():
+    r = Stiefel().random_point(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    grads = gradients((7, 3), 6)
+    for second_moment, holds in (("gram", True), ("frame", True), ("column", False), ("element", False)):
+        p = frame(7, 3)
+        q = ManifoldParameter(p.detach() @ r, Stiefel())
+        a = run(RiemannianAdam([p], lr=1e-2, eps=0, second_moment=second_moment), p, grads)
+        b = run(RiemannianAdam([q], lr=1e-2, eps=0, second_moment=second_moment), q, grads @ r)
+        assert (float((b - a @ r).abs().max()) < 1e-11) == holds, second_moment
+
+
+def test_the_first_step_of_a_gram_moment_whitens_the_gradient():
+    """ξ(ξᵀξ)^(−1/2) is the polar factor of ξ, here from an SVD."""
+    m, p = Stiefel(), frame(9, 4)
+    x, (g,) = p.detach().clone(), gradients((9, 4), 1)
+    u, _, vh = torch.linalg.svd(m.project(x, g), full_matrices=False)
+    (y,) = run(RiemannianAdam([p], lr=1e-2, eps=0, second_moment="gram", trust_radius=None), p, [g])
+    expected = -1e-2 * 9**0.5 * m.project(x, u @ vh)
+    torch.testing.assert_close(m.inverse_retract(x, y), expected, rtol=0, atol=1e-12)
+
+
+def test_pooled_frames_share_a_gram_moment_head_by_head():
+    q, k = frame(2, 6, 3), frame(2, 6, 3, seed=1)
+    optimizer = RiemannianAdam([{"params": [q, k], "pool": True}], second_moment="gram", betas=(0.9, 0.5))
+    m, grads = Stiefel(), gradients((2, 2, 6, 3), 1)[0]
+    xi = m.project(torch.stack([q.detach(), k.detach()]), grads)
+    q.grad, k.grad = grads[0].clone(), grads[1].clone()
+    optimizer.step()
+    expected = 0.5 * (xi.mT @ xi).mean(0) / 6
+    for p in (q, k):
+        torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], expected, rtol=0, atol=1e-14)
+
+
+def test_pooling_survives_a_rank_deficient_gradient():
+    p = frame(6, 3)
+    g = gradients((6, 1), 1)[0] @ gradients((1, 3), 1, seed=2)[0]
+    (y,) = run(RiemannianAdam([p], lr=1e-2, eps=0, second_moment="gram"), p, [g])
+    assert torch.isfinite(y).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"second_moment": "column"}, {"trust_radius": 0.1}], ids=str)
+def test_fused_decay_is_a_larger_learning_rate(options):
+    """polar((1 − lr·λ)x + η) = polar(x + η/(1 − lr·λ)): decay 5 at lr 0.1 is lr 0.2."""
+    grads = gradients((6, 3), 5)
+    p, q = frame(6, 3), frame(6, 3)
+    a = run(RiemannianAdam([p], lr=0.1, weight_decay=5.0, decay="fused", **options), p, grads)
+    b = run(RiemannianAdam([q], lr=0.2, **options), q, grads)
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
+
+
+def test_fused_decay_is_the_nearest_point_to_the_decayed_step():
+    m, p = Stiefel(), frame(6, 3)
+    x, grads = p.detach().clone(), gradients((6, 3), 1)
+    (y,) = run(RiemannianAdam([p], lr=0.01, weight_decay=5.0, decay="fused"), p, grads)
+    plain = frame(6, 3)
+    (z,) = run(RiemannianAdam([plain], lr=0.01), plain, grads)
+    decayed = 0.95 * x + m.inverse_retract(x, z)
+    torch.testing.assert_close(y, m.project_point(decayed), rtol=0, atol=1e-12)

@@ -20,6 +20,9 @@ __all__ = ["InverseSqrtPolynomial", "inverse_sqrt_polynomial", "spectral_interva
 # Past this degree the p×p products cost more than an eigendecomposition.
 MAX_DEGREE = 32
 
+# Up to this degree the interval is so short that powers of E are as stable as Chebyshev polynomials.
+_MONOMIAL_DEGREE = 6
+
 
 @dataclass(frozen=True)
 class InverseSqrtPolynomial:
@@ -34,8 +37,13 @@ class InverseSqrtPolynomial:
         return len(self.coefficients) - 1
 
     def __call__(self, e: Tensor) -> Tensor:
-        """q(E) for symmetric E of shape (..., p, p) whose spectrum lies in the interval, by Clenshaw's recurrence."""
+        """q(E) for symmetric E of shape (..., p, p) whose spectrum lies in the interval.
+
+        By Clenshaw's recurrence, a product a degree; low degrees in powers of E, half as many products.
+        """
         low, high = self.interval
+        if 2 <= self.degree <= _MONOMIAL_DEGREE:
+            return _by_squares(e, _monomials(self.interval, self.coefficients))
         identity = torch.eye(e.shape[-1], dtype=e.dtype, device=e.device)
         if self.degree == 0:
             return self.coefficients[0] * identity.expand_as(e)
@@ -45,6 +53,33 @@ class InverseSqrtPolynomial:
         for coefficient in self.coefficients[-2:0:-1]:
             ahead, now = now, 2 * (t @ now) - ahead + coefficient * identity
         return t @ now - ahead + self.coefficients[0] * identity
+
+
+@functools.lru_cache(maxsize=512)
+def _monomials(interval: tuple[float, float], coefficients: tuple[float, ...]) -> tuple[float, ...]:
+    series = np.polynomial.Chebyshev(coefficients, domain=list(interval))
+    powers = series.convert(kind=np.polynomial.Polynomial, domain=[-1, 1], window=[-1, 1])
+    return tuple(powers.coef.tolist())
+
+
+def _by_squares(e: Tensor, c: tuple[float, ...]) -> Tensor:
+    """Σ cₖEᵏ by Horner's rule in E² (Paterson & Stockmeyer 1973): (c₀ + c₁E + c₂E²) + E²[(c₃E + c₄E²) + E²[…]]."""
+    squared = e @ e
+    c = (*c, 0.0) if len(c) % 2 == 0 else c
+    result = None
+    for k in range(len(c) - 2, 0, -2):
+        block = torch.mul(e, c[k])
+        block.add_(squared, alpha=c[k + 1])
+        if k == 1:
+            block.diagonal(dim1=-2, dim2=-1).add_(c[0])
+        if result is None:
+            result = block
+        elif e.ndim == 3:
+            result = torch.baddbmm(block, squared, result)
+        else:
+            result = block + squared @ result
+    assert result is not None
+    return result
 
 
 def inverse_sqrt_polynomial(low: float, high: float, tolerance: float) -> InverseSqrtPolynomial | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..manifolds import AlphaMetric, Manifold, Polar, ProjectionTransport, Stiefel
-from ..manifolds.linalg import full_float32_products, polar_factor, skew, sym
+from ..manifolds.linalg import full_float32_products, polar_factor, skew
 from ..manifolds.polynomial import inverse_sqrt_polynomial
 from .stacking import Chunk, Stack
 
@@ -115,18 +115,16 @@ def _step_chunk(
 
     # the moment, m ← β₁m + (1−β₁)ξ with ξ = G − X(sym C − (2α+1) skew C), C = XᵀG; m is tangent, so XᵀW has
     # the symmetric part (1−β₁) sym C and the skew part β₁Xᵀm + (1−β₁) skew C
-    if metric_a == 0:
-        w = g.lerp_(m, beta1)
-        inner = x.mT @ w
-        rotation, a_old = skew(inner), None
-        w.baddbmm_(x, sym(inner), alpha=-1)
-    else:
-        a_old = skew(x.mT @ m)
-        w = g.lerp_(m, beta1)
-        inner = x.mT @ w
-        fresh = skew(inner) - beta1 * a_old
+    a_old = None if metric_a == 0 else skew(x.mT @ m)
+    w = g.lerp_(m, beta1)
+    inner = x.mT @ w
+    twice = inner + inner.mT  # 2 sym(XᵀW)
+    rotation = torch.sub(inner, twice, alpha=0.5)
+    if a_old is not None:
+        fresh = rotation - beta1 * a_old
+        twice.sub_(fresh, alpha=2 * (2 * alpha + 1))
         rotation = beta1 * a_old + (2 * alpha + 2) * fresh
-        w.baddbmm_(x, sym(inner) - (2 * alpha + 1) * fresh, alpha=-1)
+    w.baddbmm_(x, twice, alpha=-0.5)
 
     # the second moment; (1−β₁)ξ is the difference of the moments
     xi = torch.sub(w, m, alpha=beta1, out=spare)
@@ -159,15 +157,15 @@ def _step_chunk(
     polynomial = inverse_sqrt_polynomial(-slack, high + slack, torch.finfo(x.dtype).eps / 4)
 
     # x₊ = (x − a·m)P, then the transport m ← m − x₊ sym(x₊ᵀm)
-    y = torch.addcmul(x, w, scale, value=-1, out=spare)
+    y = x.sub_(torch.mul(w, scale, out=spare))
     if polynomial is None:  # far: no polynomial of moderate degree
         x = polar_factor(y, "exact")
         carried = x.mT @ w
     else:
         root = polynomial(e)
-        x = torch.bmm(y, root, out=x)
-        carried = root @ (rotation - scale * gram)
-    torch.baddbmm(w, x, sym(carried), alpha=-1, out=m)
+        x = torch.bmm(y, root, out=spare)
+        carried = torch.bmm(root, rotation.sub_(gram.mul_(scale)))
+    torch.baddbmm(w, x, carried + carried.mT, alpha=-0.5, out=m)
     capped = None
     if trust_radius is not None and longest > trust_radius:
         capped = (length > trust_radius).view(b)

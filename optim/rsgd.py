@@ -28,8 +28,9 @@ class RiemannianSGD(ManifoldOptimizer):
     κ the dampening; the first step has m = ξ. The momentum in the state is tangent at the current point.
 
     What it claims (:attr:`claims`): the first step, and every step without momentum, is steepest descent in the
-    metric's norm; steps are well conditioned for their length, O(n)-equivariant and covariant under the right action of O(p),
-    and weight decay does not touch a frame. They are not scale-free: a step is proportional to the gradient.
+    metric's norm; steps are well conditioned for their length, O(n)-equivariant and covariant under the right
+    action of O(p), and weight decay does not touch a frame. They are not scale-free: a step is proportional to the
+    gradient.
 
     Args:
         params: parameters, named parameters, or groups; which are frames: see :class:`RiemannianAdam`.

@@ -10,7 +10,7 @@ import torch
 
 from ..analysis import CertificateReport, certify
 from ..manifolds import CanonicalMetric, Cayley, Manifold, Stiefel
-from ..optim import RiemannianAdam
+from ..optim import RiemannianAdam, RiemannianSGD, SpectralDescent
 
 __all__ = ["CERTIFIED", "Certified", "certify_all"]
 
@@ -31,12 +31,23 @@ def _adam(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda params: RiemannianAdam(params, lr=1e-2, eps=0.0, trust_radius=TRUST_RADIUS, **options)
 
 
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return RiemannianSGD(params, lr=1e-2, momentum=0.9, trust_radius=TRUST_RADIUS)
+
+
+def _spectral(params: Any) -> torch.optim.Optimizer:
+    return SpectralDescent(params, lr=0.1, trust_radius=TRUST_RADIUS)
+
+
 CERTIFIED: tuple[Certified, ...] = (
     Certified("RiemannianAdam", _adam(), Stiefel()),
     Certified("RiemannianAdam, frobenius", _adam(step_scale="frobenius"), Stiefel()),
     Certified("RiemannianAdam, canonical metric", _adam(), Stiefel(CanonicalMetric(), Cayley())),
     Certified("RiemannianAdam, column", _adam(second_moment="column"), Stiefel()),
     # a rule that divides by single elements divides rounding by the smallest of them, some 1/(np) of the rest
+    Certified("RiemannianAdam, gram", _adam(second_moment="gram"), Stiefel()),
+    Certified("RiemannianSGD", _sgd, Stiefel()),
+    Certified("SpectralDescent", _spectral, Stiefel()),
     Certified("RiemannianAdam, element", _adam(second_moment="element"), Stiefel(), atol=1e-10),
 )
 

@@ -15,6 +15,7 @@ from .product import Product
 from .retractions import QR, Cayley, Exponential, Polar, Retraction
 from .spd import SymmetricPositiveDefinite
 from .special_orthogonal import SpecialOrthogonal
+from .spectral_descent import SpectralDescentResult, spectral_steepest_descent
 from .sphere import Sphere
 from .stiefel import Stiefel
 from .transports import (
@@ -48,11 +49,13 @@ __all__ = [
     "ProjectionTransport",
     "Retraction",
     "SpecialOrthogonal",
+    "SpectralDescentResult",
     "Sphere",
     "Stiefel",
     "SymmetricPositiveDefinite",
     "VectorTransport",
     "from_geoopt",
+    "spectral_steepest_descent",
     "to_geoopt",
 ]
 

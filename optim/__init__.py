@@ -3,5 +3,6 @@
 from .radam import RiemannianAdam
 from .report import ParameterReport, ParameterRow, parameter_report
 from .rsgd import RiemannianSGD
+from .spectral import SpectralDescent
 
-__all__ = ["ParameterReport", "ParameterRow", "RiemannianAdam", "RiemannianSGD", "parameter_report"]
+__all__ = ["ParameterReport", "ParameterRow", "RiemannianAdam", "RiemannianSGD", "SpectralDescent", "parameter_report"]

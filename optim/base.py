@@ -130,7 +130,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     # --- step ---------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step. Within ``torch.compile`` it runs uncompiled, with the same result.
@@ -149,6 +148,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        torch.compiler.disable(self._step_everything)()  # pyright: ignore[reportCallIssue]
+        return loss
+
+    def _step_everything(self) -> None:
         stacks, plain = [], []
         for group in self.param_groups:
             mine, rest = self._sorted(group)
@@ -157,7 +160,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 plain.append((rest, group))
         gathered, tame = self._gather(stacks, plain)
         if not tame and not self._gradients_are_finite():
-            return loss
+            return
         # a step that can fail is computed whole before any is taken, so that an overflow changes nothing
         results = []
         for stack, grads in zip(stacks, gathered, strict=True):
@@ -165,7 +168,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 continue
             result = self._careful_step(stack, stack.gather(stack.gradients()) if grads is None else grads)
             if result is None:
-                return loss
+                return
             results.append((stack, result))
         for stack, (x, arrays, capped) in results:
             self._take(stack, x, arrays, capped)
@@ -175,7 +178,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 self._fast_step(stack, grads)
         for params, group in plain:
             self._step_plain(params, group)
-        return loss
 
     def _sorted(self, group: dict[str, Any]) -> tuple[list[Stack], list[Tensor]]:
         """The stacks of the frames of a group that have gradients, and the plain parameters that have."""
@@ -231,12 +233,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             if grads is not None:
                 norms.append(torch.linalg.vector_norm(grads))
             else:
-                norms.extend(torch._foreach_norm(raw))
+                norms.extend(torch._foreach_norm(raw))  # pyright: ignore[reportPrivateImportUsage]
         for params, _ in plain:
             raw = [local(p.grad) for p in params if p.grad is not None]
             if any(g.is_sparse for g in raw):
                 return gathered, False
-            norms.extend(torch._foreach_norm(raw))
+            norms.extend(torch._foreach_norm(raw))  # pyright: ignore[reportPrivateImportUsage]
         if not norms:
             return gathered, True
         device = norms[0].device

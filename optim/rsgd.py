@@ -53,7 +53,7 @@ class RiemannianSGD(ManifoldOptimizer):
         >>> optimizer = RiemannianSGD([p], lr=0.1, momentum=0.9)
         >>> p[4, 0].backward()
         >>> optimizer.step()
-        >>> round(float(p[4, 0]), 3)
+        >>> round(float(p[4, 0].detach()), 3)
         -0.1
     """
 

@@ -121,7 +121,7 @@ class Stack:
         else:
             sizes = [last - first for _, first, last in chunk.pieces]
             parts = [part.view(t.shape) for part, t in zip(x.split(sizes), chunk.targets, strict=True)]
-        torch._foreach_copy_(chunk.targets, parts)
+        torch._foreach_copy_(chunk.targets, parts)  # pyright: ignore[reportPrivateImportUsage]
 
     def scratch(self, name: str, frames: int) -> Tensor:
         """A work array (frames, n, p) that is kept from step to step: fresh memory costs more than arithmetic here."""

@@ -157,7 +157,7 @@ def test_certify_prints_every_certificate_and_holds(capsys):
     code, printed = _main(capsys, "certify", "--n", "8", "--p", "3")
     assert code == 0, printed.out
     for needed in ("steepest descent", "scale-free", "conditioning", "equivariance", "weight decay"):
-        assert printed.out.count(needed) == len(certification.CERTIFIED)
+        assert printed.out.count(f"│ {needed} ") == len(certification.CERTIFIED)
 
 
 def test_certify_exits_1_when_a_claim_does_not_hold(capsys, monkeypatch):

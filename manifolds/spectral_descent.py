@@ -31,19 +31,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .linalg import frobenius_inner, frobenius_norm, max_entry, newton_schulz_polish, skew, sym
+from .linalg import frobenius_norm, max_entry, skew, sym
+from .spectral_solvers import Problem, solve
 
 __all__ = ["SpectralDescentResult", "spectral_steepest_descent"]
 
 _EPS = torch.finfo(torch.float64).eps
 
-# Singular values below this part of the largest are rounding. msign is 0 on their space: a solution there, and the one
-# that does not depend on the basis.
-_RANK_TOLERANCE = 1e-13
-
 # Frames are worked on in groups of about this many entries, so that the float64 copies stay in the cache: with all at
 # once, 144 frames of 768×64 took twice the time.
-_GROUP_ENTRIES = 2**19
+_GROUP_ENTRIES = 2**18
 
 
 class SpectralDescentResult(NamedTuple):
@@ -142,13 +139,15 @@ def _group(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     if n > p and bool((frobenius_norm(residual) > 64 * _EPS * length).any()):
         # ‖N‖ ≪ ‖G‖, so that the rounding of G counts in N
         normal, residual, gram, length = _project_out(x, whitening, normal, residual)
+    if n == p:  # N = 0
+        residual, gram, length = torch.zeros_like(cross), torch.zeros_like(cross), torch.zeros_like(length)
     omega = skew(cross)
     length = torch.hypot(length, frobenius_norm(omega))
     scale = torch.where(length > rounding * ambient, length, 0.0)[:, None, None]
     unit = torch.where(scale > 0, scale, torch.inf)
-    problem = _Problem(x, whitening, normal, unit, omega / unit, residual / unit, gram / unit**2)
+    problem = Problem(x, whitening, normal, unit, omega / unit, residual / unit, gram / unit**2)
 
-    step, multiplier, primal, dual = _solve(problem, exact=dtype == torch.float64)
+    step, multiplier, primal, dual = solve(problem, exact=dtype == torch.float64)
     gap = torch.where(dual > 0, (dual - primal) / torch.where(dual > 0, dual, 1.0), 0.0).clamp_min(0)
     multiplier = (multiplier * scale - sym(cross)) * largest
     scale = (scale * largest)[:, 0, 0]
@@ -173,125 +172,3 @@ def _inverse_root(gram: Tensor) -> Tensor:
         if float(max_entry(defect).max()) < 1e-9:  # squared by the step just taken
             return root
     raise ValueError(f"x must have orthonormal columns, found max|XᵀX − I| = {found:.3g}; see Stiefel.project_point")
-
-
-class _Problem(NamedTuple):
-    """Problems with ‖Ω‖² + ‖N‖² = 1, or 0; the frame is XW and N is ``normal/unit``."""
-
-    x: Tensor
-    whitening: Tensor  # W = (XᵀX)^(−½)
-    normal: Tensor
-    unit: Tensor
-    omega: Tensor  # Ω = skew(WXᵀG)
-    residual: Tensor  # WXᵀN, which is rounding
-    gram: Tensor  # NᵀN
-
-
-_Solution = tuple[Tensor, Tensor, Tensor, Tensor]  # step, Λ₀, primal, dual
-
-
-def _solve(problem: _Problem, exact: bool) -> _Solution:
-    n, p = problem.x.shape[-2:]
-    if n < 2 * p:
-        return _robust(problem)
-    solution, good = _fast(problem, exact)
-    bad = ~good
-    if bool(bad.all()):
-        return _robust(problem)
-    if bool(bad.any()):
-        again = _robust(_Problem(*(part[bad] for part in problem)))
-        for part, replacement in zip(solution, again, strict=True):
-            part[bad] = replacement
-    return solution
-
-
-def _lifted(omega: Tensor, r: Tensor) -> Tensor:
-    """Γ = [Ω −Rᵀ/2; R/2 0]."""
-    corner = r.new_zeros(*r.shape[:-1], r.shape[-2])
-    return torch.cat([torch.cat([omega, r / 2], -2), torch.cat([-r.mT / 2, corner], -2)], -1)
-
-
-def _fast(problem: _Problem, exact: bool) -> tuple[_Solution, Tensor]:
-    """For well-conditioned Γ with n ≥ 2p, by Gram matrices; and for which frames that was good enough."""
-    x, whitening, normal, unit, omega, residual, gram = problem
-    p = x.shape[-1]
-    identity = torch.eye(p, dtype=x.dtype, device=x.device)
-    # A step that is rounded to float32 need not be tangent to 1e-13.
-    tolerance, condition = (3e-13, 1e3) if exact else (3e-10, 1e5)
-
-    lower, info = torch.linalg.cholesky_ex(gram)
-    good = info == 0
-    lower = torch.where(good[:, None, None], lower, identity)
-    inverse = torch.linalg.solve_triangular(lower, identity, upper=False).mT  # of R, and Q = N R⁻¹
-    gamma = _lifted(omega, lower.mT)
-    squares, vectors = torch.linalg.eigh(-(gamma @ gamma))
-    good &= squares[:, 0] * condition**2 > squares[:, -1]
-    values = torch.where(good[:, None], squares, 1.0).sqrt()
-    # squaring Γ costs accuracy ε κ(Γ)², and each Newton–Schulz step squares what is missing
-    sign = skew(gamma @ (vectors / values.unsqueeze(-2)) @ vectors.mT)
-    for _ in range(1 if exact else 2):
-        sign = newton_schulz_polish(sign)
-    a, b = sign[:, :p, :p], inverse @ sign[:, p:, :p]
-
-    # how far ΔᵀΔ is from I, and what of it, from rounding in NᵀN, does not show in p×p
-    mixed = a.mT @ residual @ b
-    defect = a.mT @ a + mixed + mixed.mT + b.mT @ gram @ b - identity
-    hidden = _EPS / p * gram.diagonal(dim1=-2, dim2=-1).sum(-1) * frobenius_inner(inverse, inverse)
-    excess = defect.abs().sum(-1).amax(-1) + hidden
-    shrink = torch.rsqrt(1 + excess)[:, None, None]
-    a, b = a * shrink, b * shrink
-    tangency = max_entry(sym(residual @ b))
-    step = (x @ (whitening @ -a)).baddbmm_(normal, -b / unit)
-    primal = frobenius_inner(omega, a + residual @ b) + frobenius_inner(residual, a) + frobenius_inner(gram, b)
-
-    # H is the inverse of the upper block of P⁻¹
-    upper = vectors[:, :p] / values.sqrt().unsqueeze(-2)
-    root = torch.linalg.solve_triangular(torch.linalg.cholesky(upper @ upper.mT), identity, upper=False)
-    h = root.mT @ root
-    multiplier = sym(a @ h - h @ a)
-    top = omega + multiplier
-    # by the squares of the singular values of [Ω + Λ₀; R], whose condition is about that of Γ
-    dual = torch.linalg.eigvalsh(top.mT @ top + gram).clamp_min(0).sqrt().sum(-1)
-    good &= (excess < tolerance) & (tangency < tolerance) & ((dual - primal).abs() < 1e-10 * dual)
-    return (step, multiplier, primal, dual), good
-
-
-def _robust(problem: _Problem) -> _Solution:
-    """For every Γ, singular ones too, by Householder QR and SVDs: two to three times the time of :func:`_fast`."""
-    x, whitening, normal, unit, omega, residual, _ = problem
-    n, p = x.shape[-2:]
-    k = min(p, n - p)
-    identity = torch.eye(k, dtype=x.dtype, device=x.device)
-    basis, factor = torch.linalg.qr(normal)
-    factor = factor / unit
-    left, values, right = torch.linalg.svd(factor)
-    left, values, right = left[..., :k], values[:, :k], right[:, :k]
-    largest = torch.maximum(torch.linalg.matrix_norm(omega, 2).unsqueeze(-1), values[:, :1])
-    present = values > _RANK_TOLERANCE * largest
-    # Q = (basis·left − XW·overlap)·upright: the columns of small singular values σ are off by ε‖N‖/σ, mostly along X,
-    # and without that are shorter than 1. Those that do not count are 0.
-    left = left * present.unsqueeze(-2)
-    overlap = whitening @ (x.mT @ basis) @ left
-    lower = torch.linalg.cholesky(identity - overlap.mT @ overlap)
-    upright = torch.linalg.solve_triangular(lower, identity, upper=False).mT
-    r = lower.mT @ ((values * present).unsqueeze(-1) * right)
-
-    sign_left, values, sign_right = torch.linalg.svd(_lifted(omega, r))
-    values = torch.where(values > _RANK_TOLERANCE * values[:, :1], values, 0.0)
-    sign = skew((sign_left * (values > 0).unsqueeze(-2)) @ sign_right)
-    a, b = sign[:, :p, :p], upright @ sign[:, p:, :p]
-    along, across = a - overlap @ b, left @ b  # Δ = −XW·along − basis·across
-    step = (x @ (whitening @ -along)).baddbmm_(basis, -across)
-    primal = frobenius_inner(omega, a) + frobenius_inner(residual, along) + frobenius_inner(factor, across)
-
-    # P = FᵀF with F = [F₁ F₂] = values^½·sign_right, and H is the Gram matrix of what F₂ leaves of F₁: good up to
-    # κ(Γ) = 1/ε, where P₂₂⁻¹ is good up to 1/√ε
-    root = values.sqrt().unsqueeze(-1) * sign_right
-    rest = root[..., :p]
-    if k:
-        span = torch.linalg.qr(root[..., p:])[0] * present.unsqueeze(-2)
-        rest = rest - span @ (span.mT @ rest)
-    h = rest.mT @ rest
-    multiplier = sym(a @ h - h @ a)
-    dual = torch.linalg.svdvals(torch.cat([omega + multiplier, r], -2)).sum(-1)
-    return step, multiplier, primal, dual

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..manifolds import Euclidean, Manifold, ManifoldParameter
+from ..manifolds import QR, Euclidean, Manifold, ManifoldParameter
 from .options import check_options
 from .stacking import Stack, local
 from .state import loadable_state
@@ -118,6 +118,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         where = next((g for g, other in enumerate(self.param_groups) if other is group), 0)
         shape = tuple(group["params"][index].shape)
         return f"parameter {names[index]!r}" if names else f"parameter {index} of group {where}, of shape {shape},"
+
+    def _held(self, claims: set[str]) -> frozenset[str]:
+        """``claims`` without what the retraction breaks: qf((X + U)O) is not qf(X + U)O for O in O(p)."""
+        manifolds = [manifold_of(p, group) for group in self.param_groups for p in group["params"]]
+        if any(isinstance(getattr(manifold, "retraction", None), QR) for manifold in manifolds):
+            claims = claims - {"gauge covariance"}
+        return frozenset(claims)
 
     def capped_fraction(self) -> float:
         """The share of the frame steps taken so far that the trust radius shortened; NaN where none was taken."""

@@ -92,7 +92,7 @@ class RiemannianSGD(ManifoldOptimizer):
     @property
     def claims(self) -> frozenset[str]:
         """The certificates of ``geodescent.analysis`` that this optimizer claims to hold."""
-        return frozenset({"steepest descent", "conditioning", "equivariance", "gauge covariance", "weight decay"})
+        return self._held({"steepest descent", "conditioning", "equivariance", "gauge covariance", "weight decay"})
 
     def _trailing_shapes(self, n: int, p: int, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return {"momentum_buffer": (n, p)} if group["momentum"] != 0 else {}

@@ -114,7 +114,7 @@ class SpectralDescent(ManifoldOptimizer):
     @property
     def claims(self) -> frozenset[str]:
         """The certificates of ``geodescent.analysis`` that this optimizer claims to hold."""
-        return frozenset(
+        return self._held(
             {
                 "spectral steepest descent",
                 "scale-free",

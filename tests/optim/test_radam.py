@@ -549,6 +549,7 @@ def test_claims_follow_the_second_moment():
         assert RiemannianAdam([frame(5, 3)], second_moment=second_moment).claims == full - missing
     fused = RiemannianAdam([frame(5, 3)], decay="fused", weight_decay=0.1)
     assert fused.claims == full - {"weight decay"}
+    assert RiemannianAdam([frame(5, 3, manifold=Stiefel(retraction=QR()))]).claims == full - {"gauge covariance"}
 
 
 # --- Gram second moment, fused decay ------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Measurements on points, steps, layers and training runs. Nothing here knows an optimizer; steps come as tensors."""
 
+from .audit import Audit, AuditReport, AuditRow, audit
+from .breakdown import ScoreBreakdown, score_breakdown
 from .certificates import (
     ConditioningCertificate,
     StationarityCertificate,
@@ -9,47 +11,90 @@ from .certificates import (
     steepest_descent_certificate,
 )
 from .certify import CERTIFICATES, CertificateReport, CertificateRow, black_box_step_fn, certify
+from .checkpoints import Checkpoint
 from .drift import DriftReport, LayerDrift, drift
+from .entropy import attention_entropy, weights_entropy
 from .geometry import AttentionGeometry, LayerGeometry, attention_geometry
 from .invariance import (
     EquivarianceCertificate,
+    GaugeCertificate,
     ScaleFreeCertificate,
     WeightDecayCertificate,
     equivariance_certificate,
+    gauge_certificate,
     scale_free_certificate,
     weight_decay_certificate,
 )
+from .layouts import LAYOUTS, AttentionLayout
+from .norms import Norm
+from .orbits import (
+    Orbit,
+    key_bias_orbit,
+    logit_shift_orbit,
+    norm_scale_orbit,
+    qk_orbit,
+    relu_orbit,
+    rescaling_orbit,
+    vo_orbit,
+)
 from .spectra import condition_number, principal_angles, procrustes_distance, singular_spectrum, subspace_distance
+from .symmetry import NoetherResidual, VerticalPart, noether_residual, vertical_part
 from .tracker import GeometryTracker
 
 __all__ = [
     "CERTIFICATES",
+    "LAYOUTS",
     "AttentionGeometry",
+    "AttentionLayout",
+    "Audit",
+    "AuditReport",
+    "AuditRow",
     "CertificateReport",
     "CertificateRow",
+    "Checkpoint",
     "ConditioningCertificate",
     "DriftReport",
     "EquivarianceCertificate",
+    "GaugeCertificate",
     "GeometryTracker",
     "LayerDrift",
     "LayerGeometry",
+    "NoetherResidual",
+    "Norm",
+    "Orbit",
     "ScaleFreeCertificate",
+    "ScoreBreakdown",
     "StationarityCertificate",
     "SteepestDescentCertificate",
+    "VerticalPart",
     "WeightDecayCertificate",
+    "attention_entropy",
     "attention_geometry",
+    "audit",
     "black_box_step_fn",
     "certify",
     "condition_number",
     "conditioning_certificate",
     "drift",
     "equivariance_certificate",
+    "gauge_certificate",
+    "key_bias_orbit",
+    "logit_shift_orbit",
+    "noether_residual",
+    "norm_scale_orbit",
     "principal_angles",
     "procrustes_distance",
+    "qk_orbit",
+    "relu_orbit",
+    "rescaling_orbit",
     "scale_free_certificate",
+    "score_breakdown",
     "singular_spectrum",
     "stationarity_certificate",
     "steepest_descent_certificate",
     "subspace_distance",
+    "vertical_part",
+    "vo_orbit",
     "weight_decay_certificate",
+    "weights_entropy",
 ]

@@ -8,7 +8,7 @@ any float64 step whose length is not tiny against its point (a step of length s 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,36 +16,25 @@ import torch
 from torch import Tensor
 
 from ..manifolds import AlphaMetric, Manifold, Stiefel
-from ._arrays import ArrayLike, as_float64, as_tensor, frobenius, pairing, ratio, spread
+from ._arrays import ArrayLike, frobenius, ratio
 from ._result import Result
+from .steepest import (
+    SteepestDescentCertificate,
+    length_in,
+    points_and_vectors,
+    steepest_descent_certificate,
+)
 
-_NORMS = ("metric", "frobenius")
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class SteepestDescentCertificate(Result):
-    """How far a step is from steepest descent; see :func:`steepest_descent_certificate`.
-
-    ``primal``, ``dual``, ``gap``, ``relative_gap`` and ``cosine`` are those of the one point of the batch with the
-    largest relative gap; ``tangency``, ``riesz_error`` and ``ambient_norm`` are maxima, ``stationary`` is true if any
-    point is.
-    """
-
-    primal: float
-    dual: float
-    gap: float
-    relative_gap: float
-    cosine: float
-    tangency: float
-    riesz_error: float
-    ambient_norm: float
-    stationary: bool
-    norm: str
-    atol: float
-    passed: bool
-    batch: Mapping[str, Tensor]
-
-    _hidden: ClassVar = frozenset({"batch"})
+__all__ = [
+    "ConditioningCertificate",
+    "StationarityCertificate",
+    "SteepestDescentCertificate",
+    "conditioning_certificate",
+    "has_conditioning_bound",
+    "points_and_vectors",
+    "stationarity_certificate",
+    "steepest_descent_certificate",
+]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -79,76 +68,6 @@ class ConditioningCertificate(Result):
     _hidden: ClassVar = frozenset({"batch"})
 
 
-def steepest_descent_certificate(
-    manifold: Manifold, x: ArrayLike, egrad: ArrayLike, step: ArrayLike, norm: str = "metric", atol: float = 1e-12
-) -> SteepestDescentCertificate:
-    """Is ``step`` a multiple of the minimizer of ⟨G, Δ⟩ over tangent Δ of unit length?
-
-    Weak duality: every tangent Δ has −⟨G, Δ⟩ ≤ dual·‖Δ‖ with dual = ‖ξ‖, the dual norm of G on the tangent space and ξ
-    the Riesz representer of G in ``norm``. So for any step, whoever made it, gap = dual − primal ≥ 0 with
-    primal = −⟨G, Δ⟩/‖Δ‖ says how much faster descent could be, and relative_gap = gap/dual = 1 − cosine. The gap is
-    computed as dual·‖Δ/‖Δ‖ + ξ/‖ξ‖‖²/2, without cancellation. (A relative gap g is an angle of √(2g).)
-
-    The bound holds on the tangent space, so a step is judged by its tangent part, and ``tangency`` = ‖Δ − PΔ‖_F/‖Δ‖_F
-    says how much was left out: a step that is not tangent fails through it, whatever its gap. ``riesz_error`` is how
-    far ξ is from representing G: ‖P(Mξ − G)‖_F/‖PG‖_F, M the matrix of the metric (differentiated from
-    ``manifold.inner``), so that a wrong gradient conversion cannot certify itself.
-
-    At a stationary point (‖PG‖_F within rounding of 0, ``stationary``) every tangent step is optimal by definition: the
-    gap is 0 and the cosine 1. A zero step away from one has cosine 0 and relative gap 1.
-
-    Args:
-        x: points, ``(*batch, *point)``. ``egrad``, ``step``: the ambient gradient and the step, same shape.
-        norm: "metric", the norm of the manifold's metric, or "frobenius".
-        atol: bound on relative gap, tangency and Riesz error.
-
-    Raises:
-        NotOnManifoldError: x is off the manifold.
-        ValueError: another norm; shapes that differ; non-finite entries; an empty batch.
-    """
-    if norm not in _NORMS:
-        raise ValueError(f"norm must be one of {', '.join(map(repr, _NORMS))}, found {norm!r}")
-    x64, gradient, delta = points_and_vectors(manifold, x, egrad=egrad, step=step)
-    k = manifold.ndim
-    tangent = manifold.project(x64, delta)
-    projected = manifold.project(x64, gradient)
-    if norm == "metric":
-        representer, inner = manifold.egrad_to_rgrad(x64, gradient), manifold.inner
-    else:
-        representer, inner = projected, lambda _, u, v: pairing(u, v, k)
-
-    ambient = frobenius(gradient, k)
-    rounding = 8 * torch.finfo(torch.float64).eps * max(x64.shape[-k:], default=1)
-    stationary = frobenius(projected, k) <= rounding * ambient
-    residual = manifold.project(x64, _lowered(inner, x64, representer) - gradient)
-    riesz = torch.where(stationary, 0.0, ratio(frobenius(residual, k), frobenius(projected, k)))
-
-    dual, length = _length(inner, x64, representer), _length(inner, x64, tangent)
-    dual = torch.where(stationary, 0.0, dual)
-    unit_step = tangent / spread(torch.where(length == 0, 1.0, length), k)
-    unit_descent = representer / spread(torch.where(dual == 0, 1.0, dual), k)
-    relative = torch.where(length == 0, 1.0, _length(inner, x64, unit_step + unit_descent) ** 2 / 2)
-    relative = torch.where(stationary, 0.0, relative)
-    arrays = {
-        "primal": torch.where(stationary, 0.0, -pairing(gradient, unit_step, k)),
-        "dual": dual,
-        "gap": relative * dual,
-        "relative_gap": relative,
-        "cosine": 1 - relative,
-        "tangency": ratio(frobenius(delta - tangent, k), frobenius(delta, k)),
-        "riesz_error": riesz,
-        "ambient_norm": ambient,
-        "stationary": stationary,
-    }
-    worst = int(relative.argmax())
-    one = {name: float(arrays[name].flatten()[worst]) for name in ("primal", "dual", "gap", "relative_gap", "cosine")}
-    most = {name: float(arrays[name].max()) for name in ("tangency", "riesz_error", "ambient_norm")}
-    passed = all(value <= atol for value in (one["relative_gap"], most["tangency"], most["riesz_error"]))
-    return SteepestDescentCertificate(
-        **one, **most, stationary=bool(stationary.any()), norm=norm, atol=atol, passed=passed, batch=arrays
-    )
-
-
 def stationarity_certificate(
     manifold: Manifold, x: ArrayLike, egrad: ArrayLike, atol: float = 1e-8
 ) -> StationarityCertificate:
@@ -160,7 +79,7 @@ def stationarity_certificate(
         NotOnManifoldError, ValueError: as :func:`steepest_descent_certificate`.
     """
     x64, gradient = points_and_vectors(manifold, x, egrad=egrad)
-    riemannian = float(_length(manifold.inner, x64, manifold.egrad_to_rgrad(x64, gradient)).max())
+    riemannian = float(length_in(manifold.inner, x64, manifold.egrad_to_rgrad(x64, gradient)).max())
     ambient = float(frobenius(gradient, manifold.ndim).max())
     return StationarityCertificate(riemannian, ambient, atol, riemannian <= atol)
 
@@ -189,7 +108,7 @@ def conditioning_certificate(
     # σmin ≥ 1 for a tangent step; a normal part can make X + η singular
     kappa = torch.where(gram[..., -1] > 0, (gram[..., 0] / gram[..., -1]).sqrt(), torch.inf)
     exact = ((1 + s[..., 0] ** 2) / (1 + s[..., -1] ** 2)).sqrt()
-    length = _length(manifold.inner, x64, eta)
+    length = length_in(manifold.inner, x64, eta)
     radius = length if trust_radius is None else torch.full_like(length, trust_radius)
     gram_bound = 1 + max(1.0, 1 + manifold.metric.alpha) * radius**2  # type: ignore[attr-defined]
     arrays = {
@@ -227,29 +146,3 @@ def conditioning_certificate(
 def has_conditioning_bound(manifold: Manifold) -> bool:
     """Stiefel with a metric of the α-family: where the bound of :func:`conditioning_certificate` is known."""
     return isinstance(manifold, Stiefel) and isinstance(manifold.metric, AlphaMetric)
-
-
-def points_and_vectors(manifold: Manifold, x: ArrayLike, **vectors: ArrayLike) -> list[Tensor]:
-    """x and ambient vectors at it, float64 and finite, x on the manifold within the rounding of its own dtype."""
-    point = as_tensor(x, "x")
-    manifold.check_point(point)
-    result = [as_float64(point, "x")]
-    for name, value in vectors.items():
-        vector = as_float64(value, name)
-        if vector.shape != point.shape:
-            raise ValueError(f"{name} must have the shape of x, {tuple(point.shape)}, found {tuple(vector.shape)}")
-        result.append(vector)
-    if point.numel() == 0:
-        raise ValueError(f"x has shape {tuple(point.shape)}: there is no point to certify")
-    return result
-
-
-def _length(inner: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, u: Tensor) -> Tensor:
-    return inner(x, u, u).clamp_min(0).sqrt()
-
-
-def _lowered(inner: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, u: Tensor) -> Tensor:
-    """The ambient tensor Mu with ⟨u, v⟩ = tr (Mu)ᵀv: the derivative in v of a metric known only as a function."""
-    with torch.enable_grad():
-        v = torch.zeros_like(u).requires_grad_()
-        return torch.autograd.grad(inner(x, u, v).sum(), v)[0]

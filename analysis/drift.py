@@ -1,102 +1,37 @@
-"""How far the attention of a model has moved: in its weights, in its subspaces, and modulo the gauge of Q and K."""
+"""How far the attention of a model has moved, layer by layer: two models, state dicts or checkpoints compared."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..manifolds import Stiefel
-from ._arrays import ratio
 from ._result import Result, axes
-from .geometry import AttentionGeometry, LayerGeometry, attention_geometry, circuit_core
-from .spectra import angles_between, procrustes_distance
+from ._screen import bands, fits, median
+from .geometry import AttentionGeometry, LayerGeometry
+from .head_weights import HeadWeights
+from .layer_drift import LayerDrift, compare_layers
+from .sources import Given, Heads, Layers, Layouts, open_layers
 
+__all__ = ["DriftReport", "LayerDrift", "drift"]
 
-@dataclass(frozen=True, repr=False, eq=False)
-class LayerDrift(Result):
-    """The drift of one layer: numbers a head, ``(heads,)``, unless said otherwise.
-
-    ``*_movement`` is ‖W' − W‖_F/‖W‖_F. ``*_angles`` (heads, d_h) are the principal angles between the column spaces
-    before and after, and ``*_distance`` their 2-norm; ``random_*_distance`` is its mean for independent random
-    subspaces of the same dimensions. Angles are NaN for a head whose weight has lost rank.
-
-    ``gauge_distance`` is d, d² = min over R ∈ O(d_h) of ‖W_Q' − W_Q R‖² + ‖W_K' − W_K R‖², after balancing both pairs
-    (W_Q W_Kᵀ = UΣVᵀ → UΣ^½, VΣ^½; frames are balanced already), so that it depends on the circuit W_Q W_Kᵀ alone;
-    ``gauge_movement`` is d over the balanced pair's norm before; ``random_gauge_distance`` the mean of d for
-    independent random subspaces with the same spectra. A scale per frame direction belongs to the circuit, a scale a
-    head does not: its change is ``logit_scale_movement`` = ‖s' − s‖/‖s‖. The random values are None where no samples
-    were asked for.
-    """
-
-    name: str
-    num_heads: int
-    query_movement: Tensor
-    key_movement: Tensor
-    query_distance: Tensor
-    key_distance: Tensor
-    random_query_distance: float | None
-    random_key_distance: float | None
-    gauge_distance: Tensor
-    gauge_movement: Tensor
-    random_gauge_distance: Tensor | None
-    logit_scale_movement: Tensor
-    query_angles: Tensor
-    key_angles: Tensor
-
-    #: the quantities with one number a head
-    PER_HEAD: ClassVar = (
-        "query_movement",
-        "key_movement",
-        "query_distance",
-        "key_distance",
-        "gauge_distance",
-        "gauge_movement",
-        "logit_scale_movement",
-    )
-    _table: ClassVar = (
-        "layer",
-        "head",
-        "Q moved",
-        "K moved",
-        "Q subspace",
-        "random",
-        "K subspace",
-        "random",
-        "gauge distance",
-        "random",
-    )
-
-    def _title(self) -> str:
-        return f"LayerDrift of {self.name}"
-
-    def _header(self) -> Sequence[str]:
-        return self._table
-
-    def _rows(self) -> list[Sequence[Any]]:
-        gauge = [None] * self.num_heads if self.random_gauge_distance is None else self.random_gauge_distance.tolist()
-        columns = (
-            self.query_movement.tolist(),
-            self.key_movement.tolist(),
-            self.query_distance.tolist(),
-            [self.random_query_distance] * self.num_heads,
-            self.key_distance.tolist(),
-            [self.random_key_distance] * self.num_heads,
-            self.gauge_distance.tolist(),
-            gauge,
-        )
-        return [(self.name, head, *(column[head] for column in columns)) for head in range(self.num_heads)]
+Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str] | AttentionGeometry
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class DriftReport(Result):
-    """The drift of every attention layer; see :class:`LayerDrift`."""
+    """The drift of every attention layer; see :class:`LayerDrift`. ``skipped`` as in :class:`AttentionGeometry`.
+
+    Where the heads do not fit a screen, ``repr`` shows the median over the heads of a layer, or of a run of layers.
+    """
 
     layers: tuple[LayerDrift, ...]
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> LayerDrift:
         """The layer of this name."""
@@ -106,13 +41,21 @@ class DriftReport(Result):
         raise KeyError(f"no layer {name!r}, there are {[layer.name for layer in self.layers]}")
 
     def _title(self) -> str:
-        return f"DriftReport of {len(self.layers)} layers"
+        left = f", {len(self.skipped)} left out, see .skipped" if self.skipped else ""
+        return f"DriftReport of {len(self.layers)} layers{left}"
 
     def _header(self) -> Sequence[str]:
-        return LayerDrift._table
+        return self.layers[0]._header()
 
     def _rows(self) -> list[Sequence[Any]]:
-        return [row for layer in self.layers for row in layer._rows()]
+        if fits(sum(layer.num_heads for layer in self.layers)):
+            return [row for layer in self.layers for row in layer._rows()]
+        rows: list[Sequence[Any]] = []
+        for label, run in bands(self.layers):
+            columns = zip(*(layer._columns() for layer in run), strict=True)
+            values = (median([value for part in column for value in part]) for column in columns)
+            rows.append((label, f"median of {sum(layer.num_heads for layer in run)}", *values))
+        return rows
 
     def plot(self, ax: Any = None) -> Any:
         """Subspace distance of Q and K a head, as a share of that of random subspaces where known. Returns the axes."""
@@ -132,111 +75,97 @@ class DriftReport(Result):
 
 
 def drift(
-    before: nn.Module | Mapping[str, Any] | AttentionGeometry,
-    after: nn.Module | Mapping[str, Any] | AttentionGeometry,
+    before: Source,
+    after: Source,
     *,
-    num_heads: int | Mapping[str, int] | None = None,
+    num_heads: Heads = None,
+    num_key_value_heads: Heads = None,
+    head_dim: int | None = None,
+    layout: Layouts = None,
+    config: Mapping[str, Any] | None = None,
     samples: int = 32,
     seed: int = 0,
+    ov: bool = True,
 ) -> DriftReport:
     """Compare the attention of two models, layer by layer and head by head.
+
+    Checkpoints are read a layer at a time. Layers are paired by name; where one model's names are the other's with a
+    longer prefix ("transformer.h.0.attn" and "h.0.attn"), by what they share.
 
     Args:
         before, after: what :func:`attention_geometry` takes, or its results. A model that is trained in place must be
             measured before: pass ``attention_geometry(model)`` of the start.
-        num_heads: as in :func:`attention_geometry`, for state dicts.
+        num_heads, num_key_value_heads, head_dim, layout, config: as in :func:`attention_geometry`.
         samples: random subspaces for the expected values; 0 leaves those out. ``seed``: theirs, so reports reproduce.
+        ov: compare the OV circuits too.
 
     Raises:
-        ValueError: layers of other names or shapes.
+        ValueError: layers of other names or shapes; a geometry that was measured with ``keep_frames=False``.
+
+    Example:
+        >>> import torch
+        >>> from geodescent.analysis import drift
+        >>> layer = torch.nn.MultiheadAttention(16, 4)
+        >>> report = drift(layer, layer, samples=4)
+        >>> bool(report["(root)"].gauge_distance.max() < 1e-12)
+        True
     """
-    old, new = attention_geometry(before, num_heads), attention_geometry(after, num_heads)
-    names = [layer.name for layer in old.layers]
-    if names != [layer.name for layer in new.layers]:
-        raise ValueError(f"before has the layers {names}, after has {[layer.name for layer in new.layers]}")
-    return DriftReport(tuple(_layer_drift(a, b, samples, seed) for a, b in zip(old.layers, new.layers, strict=True)))
+    given = Given(num_heads, num_key_value_heads, head_dim, layout, config)
+    moved = []
+    with _layers(before, given) as old, _layers(after, given) as new:
+        for first, second in _paired(old.names, new.names):
+            a, b = old.read(first), new.read(second)
+            if a is not None and b is not None:
+                moved.append(compare_layers(a, b, samples, seed, ov))
+        if not moved:
+            raise (old if old.skipped or not old.names else new).nothing()
+    return DriftReport(tuple(moved), {**new.skipped, **old.skipped})
 
 
-def _layer_drift(old: LayerGeometry, new: LayerGeometry, samples: int, seed: int) -> LayerDrift:
-    for side in ("query_frames", "key_frames"):
-        a, b = getattr(old, side), getattr(new, side)
-        if a.shape != b.shape:
-            raise ValueError(f"layer {old.name!r}: {side} are {tuple(a.shape)} before and {tuple(b.shape)} after")
-    with_scale = 2 in (old.logit_scale.ndim, new.logit_scale.ndim)
-    first, second = _balanced(old, with_scale), _balanced(new, with_scale)
-    gauge = procrustes_distance(torch.cat(second[:2], -2), torch.cat(first[:2], -2))
-    angles = [_angles(getattr(old, side), getattr(new, side)) for side in ("query_frames", "key_frames")]
-    random: list[float | None] = [None, None]
-    random_gauge = None
-    if samples:
-        # different seeds for the two sides: their subspaces are independent
-        haar = [
-            _haar_sample(frames.shape[-2], min(frames.shape[-2:]), samples, 2 * seed + i)
-            for i, frames in enumerate((old.query_frames, old.key_frames))
-        ]
-        random = [distance for _, distance in haar]
-        random_gauge = _random_gauge(first[2], second[2], haar[0][0], haar[1][0])
-    return LayerDrift(
-        name=old.name,
-        num_heads=old.num_heads,
-        query_movement=_movement(old.query_frames, new.query_frames),
-        key_movement=_movement(old.key_frames, new.key_frames),
-        query_distance=torch.linalg.vector_norm(angles[0], dim=-1),
-        key_distance=torch.linalg.vector_norm(angles[1], dim=-1),
-        random_query_distance=random[0],
-        random_key_distance=random[1],
-        gauge_distance=gauge,
-        gauge_movement=ratio(gauge, (2 * first[2].sum(-1)).sqrt()),
-        random_gauge_distance=random_gauge,
-        logit_scale_movement=_movement(*(_per_direction(layer, with_scale) for layer in (old, new))),
-        query_angles=angles[0],
-        key_angles=angles[1],
+def _layers(source: Source, given: Given) -> AbstractContextManager[Any]:
+    if isinstance(source, AttentionGeometry):
+        return nullcontext(_Measured(source))
+    return open_layers(source, given)
+
+
+class _Measured(Layers):
+    """A geometry's layers, with the frames it kept."""
+
+    def __init__(self, geometry: AttentionGeometry) -> None:
+        super().__init__({layer.name: functools.partial(_kept, layer) for layer in geometry.layers}, {}, "a geometry")
+
+
+def _kept(layer: LayerGeometry) -> HeadWeights:
+    if layer.query_frames is None or layer.key_frames is None:
+        raise ValueError(f"layer {layer.name!r} was measured with keep_frames=False: its drift needs the frames")
+    return HeadWeights(
+        name=layer.name,
+        query_frames=layer.query_frames,
+        key_frames=layer.key_frames,
+        value_frames=layer.value_frames,
+        output_frames=layer.output_frames,
+        query_bias=layer.query_bias,
+        key_bias=layer.key_bias,
+        value_bias=None,
+        logit_scale=layer.logit_scale,
+        rotary=layer.rotary,
+        notes=layer.notes,
     )
 
 
-def _movement(old: Tensor, new: Tensor) -> Tensor:
-    norm = functools.partial(torch.linalg.vector_norm, dim=tuple(range(1, old.ndim)))
-    return ratio(norm(new - old), norm(old))
+def _paired(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[str, str]]:
+    if set(old) == set(new):
+        return ((name, name) for name in old)
+    if len(old) == len(new) and all(
+        f".{a}".endswith(f".{b}") or f".{b}".endswith(f".{a}") for a, b in zip(old, new, strict=True)
+    ):
+        return zip(old, new, strict=True)
+    only_old, only_new = [n for n in old if n not in new], [n for n in new if n not in old]
+    raise ValueError(
+        f"before has the layers {_some(only_old)} that after lacks, after has {_some(only_new)} that before lacks: "
+        "the models must have the same attention layers"
+    )
 
 
-def _per_direction(layer: LayerGeometry, per_direction: bool) -> Tensor:
-    """The logit scale as (heads, 1), or as (heads, d_h) to compare with a layer that has a gain per direction."""
-    scale = layer.logit_scale if layer.logit_scale.ndim == 2 else layer.logit_scale[:, None]
-    return scale.expand(-1, layer.head_dim) if per_direction else scale
-
-
-def _angles(old: Tensor, new: Tensor) -> Tensor:
-    if old.shape[-2] < old.shape[-1]:
-        # fewer input features than columns: the column space is not a plane of dimension d_h
-        return torch.full((old.shape[0], old.shape[-2]), torch.nan, dtype=torch.float64)
-    return angles_between(old, new, dependent="nan")
-
-
-def _balanced(layer: LayerGeometry, with_scale: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(UΣ^½, VΣ^½, Σ) of the circuit, NaN for a head with non-finite weights."""
-    q, core, k = circuit_core(layer.query_frames, layer.key_frames, layer.logit_scale if with_scale else None)
-    good = torch.isfinite(core).all(-1).all(-1)[:, None, None]
-    u, sigma, vh = torch.linalg.svd(torch.where(good, core, 0.0), full_matrices=False)
-    sigma = torch.where(good[..., 0], sigma, torch.nan)
-    root = sigma.sqrt().unsqueeze(-2)
-    return q @ u * root, k @ vh.mT * root, sigma
-
-
-@functools.lru_cache(maxsize=64)
-def _haar_sample(n: int, p: int, samples: int, seed: int) -> tuple[Tensor, float]:
-    """Overlaps (samples, p, p) of Haar-random p-frames of ℝⁿ with the first p axes, and the mean subspace distance."""
-    generator = torch.Generator().manual_seed(seed)
-    frames = Stiefel().random_point(samples, n, p, dtype=torch.float64, generator=generator)
-    angles = angles_between(torch.eye(n, p, dtype=torch.float64), frames)
-    return frames[..., :p, :].clone(), float(torch.linalg.vector_norm(angles, dim=-1).mean())
-
-
-def _random_gauge(old: Tensor, new: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Mean d over random subspaces: d² = 2Σσ + 2Σσ' − 2‖Σ^½(C_Q + C_K)Σ'^½‖_*, C the overlaps of Haar-random frames."""
-    r = old.shape[-1]
-    overlap = query[:, :r, :r] + key[:, :r, :r]
-    core = old.sqrt()[:, None, :, None] * overlap * new.sqrt()[:, None, None, :]
-    good = torch.isfinite(core).all(-1).all(-1)
-    nuclear = torch.linalg.svdvals(torch.where(good[..., None, None], core, 0.0)).sum(-1)
-    squared = 2 * (old.sum(-1) + new.sum(-1))[:, None] - 2 * nuclear
-    return squared.clamp_min(0).sqrt().mean(-1)
+def _some(names: Sequence[str]) -> str:
+    return f"{list(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -47,6 +47,17 @@ class EquivarianceCertificate(Result):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
+class GaugeCertificate(Result):
+    """See :func:`gauge_certificate`. ``deviations`` has one number a step, the worst over the batch."""
+
+    deviation: float
+    smallest_step: float
+    deviations: tuple[float, ...]
+    atol: float
+    passed: bool
+
+
+@dataclass(frozen=True, repr=False, eq=False)
 class WeightDecayCertificate(Result):
     """See :func:`weight_decay_certificate`. ``step_deviation`` is None where no ``step_fn`` was given."""
 
@@ -124,15 +135,63 @@ def equivariance_certificate(
     Raises:
         ValueError: x is not a matrix, or a wrong number of steps.
     """
-    start = as_float64(x, "x")
-    if start.ndim < 2:
-        raise ValueError(f"x must be a matrix or a batch of matrices, found shape {tuple(start.shape)}")
-    n, drawn = start.shape[-2], _seeded() if generator is None else generator
-    q = Stiefel().random_point(n, n, dtype=torch.float64, device=drawn.device, generator=drawn).to(start.device)
+    start = _matrices(x)
+    q = _haar(start, start.shape[-2], (), generator)
     base = _run(step_fn, start, gradients)
     moved = _run(step_fn, q @ start, [q @ as_float64(g, "gradients") for g in gradients])
     deviations = _deviations(moved, [q @ step for step in base], 2)
     return EquivarianceCertificate(
+        deviation=max(deviations),
+        smallest_step=min(float(frobenius(step, 2).min()) for step in base),
+        deviations=deviations,
+        atol=atol,
+        passed=max(deviations) <= atol,
+    )
+
+
+def gauge_certificate(
+    step_fn: StepFn,
+    x: ArrayLike,
+    gradients: Sequence[ArrayLike],
+    generator: torch.Generator | None = None,
+    atol: float = 1e-12,
+    *,
+    independent: bool = False,
+) -> GaugeCertificate:
+    """Does X → XR, G → GR give η → ηR for a Haar-random R ∈ O(p)?
+
+    A head's Q and K frames mean the same after (W_Q R, W_K R): a rule that fails here trains a model that depends on
+    how its heads were written down. (Elementwise and columnwise second moments fail; one scalar a frame, and whitening
+    by a p×p second moment, hold.)
+
+    Args:
+        step_fn: as in :func:`scale_free_certificate`. ``x``: ``(*batch, n, p)``; R acts on the columns.
+        generator: draws R; by default a fixed one, so that the certificate is reproducible.
+        independent: an R of its own for each matrix of the batch, which a rule that pools matrices need not bear,
+            rather than one for all.
+
+    Returns:
+        ``deviation``: the largest ‖η(XR, GR)Rᵀ − η(X, G)‖/‖η‖ over steps and batch, the steps compared after rotating
+        back; one number a step in ``deviations``.
+
+    Raises:
+        ValueError: x is not a matrix, or a wrong number of steps.
+
+    Example:
+        >>> import torch
+        >>> x = torch.eye(5, 3, dtype=torch.float64)
+        >>> gradients = list(torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0)))
+        >>> gauge_certificate(lambda x, gs: [-0.1 * g for g in gs], x, gradients).passed
+        True
+        >>> gauge_certificate(lambda x, gs: [-0.1 * g.sign() for g in gs], x, gradients).passed
+        False
+    """
+    start = _matrices(x)
+    r = _haar(start, start.shape[-1], start.shape[:-2] if independent else (), generator)
+    base = _run(step_fn, start, gradients)
+    turned = _run(step_fn, start @ r, [as_float64(g, "gradients") @ r for g in gradients])
+    deviations = _deviations([step @ r.mT for step in turned], base, 2)
+    return GaugeCertificate(
         deviation=max(deviations),
         smallest_step=min(float(frobenius(step, 2).min()) for step in base),
         deviations=deviations,
@@ -213,6 +272,19 @@ def _deviations(steps: Sequence[Tensor], reference: Sequence[Tensor], ndim: int)
     return tuple(
         float(ratio(frobenius(a - b, ndim), frobenius(b, ndim)).max()) for a, b in zip(steps, reference, strict=True)
     )
+
+
+def _matrices(x: ArrayLike) -> Tensor:
+    start = as_float64(x, "x")
+    if start.ndim < 2:
+        raise ValueError(f"x must be a matrix or a batch of matrices, found shape {tuple(start.shape)}")
+    return start
+
+
+def _haar(like: Tensor, size: int, batch: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    drawn = _seeded() if generator is None else generator
+    q = Stiefel().random_point(*batch, size, size, dtype=torch.float64, device=drawn.device, generator=drawn)
+    return q.to(like.device)
 
 
 def _seeded() -> torch.Generator:

@@ -27,20 +27,31 @@ def condition_number(a: ArrayLike) -> Any:
 
     Raises:
         ValueError: fewer than two dimensions, or a matrix without rows or columns.
+
+    Example:
+        >>> condition_number(torch.stack([torch.diag(torch.tensor([3.0, 2.0])), torch.zeros(2, 2)]))
+        tensor([1.5000,    inf])
     """
     tensor = _matrices(a, "a")
-    sigma = _singular_values(tensor)
-    eps = torch.finfo(tensor.dtype).eps
+    return _like(condition_from(_singular_values(tensor), max(tensor.shape[-2:]), torch.finfo(tensor.dtype).eps), a)
+
+
+def condition_from(sigma: Tensor, size: int, eps: float) -> Tensor:
+    """σmax / σmin of descending singular values ``(*batch, k)``; at most ``eps·size·σmax`` counts as zero."""
     largest, smallest = sigma[..., 0], sigma[..., -1]
-    singular = smallest <= eps * max(tensor.shape[-2:]) * largest
+    singular = smallest <= eps * size * largest
     kappa = ratio(largest, torch.where(singular, torch.zeros_like(smallest), smallest))
     # ratio() reads 0/0 as 0: right for a residual, wrong for a zero matrix
-    kappa = torch.where(singular, torch.full_like(kappa, torch.inf), kappa)
-    return _like(kappa, a)
+    return torch.where(singular, torch.full_like(kappa, torch.inf), kappa)
 
 
 def singular_spectrum(a: ArrayLike) -> Any:
-    """Singular values of ``(*batch, n, p)``, largest first: ``(*batch, min(n, p))``."""
+    """Singular values of ``(*batch, n, p)``, largest first: ``(*batch, min(n, p))``.
+
+    Example:
+        >>> singular_spectrum(np.array([[0.0, 2.0], [1.0, 0.0], [0.0, 0.0]])).tolist()
+        [2.0, 1.0]
+    """
     return _like(_singular_values(_matrices(a, "a")), a)
 
 
@@ -54,6 +65,10 @@ def principal_angles(a: ArrayLike, b: ArrayLike) -> Any:
     Raises:
         ValueError: different n, a wide matrix, or a basis whose columns are linearly dependent (rank decision of
             :func:`condition_number`).
+
+    Example:
+        >>> principal_angles(torch.tensor([[1.0], [0.0]]), torch.tensor([[1.0], [1.0]]))      # 45 degrees
+        tensor([0.7854])
     """
     return _like(angles_between(a, b), a, b)
 
@@ -63,6 +78,10 @@ def subspace_distance(a: ArrayLike, b: ArrayLike) -> Any:
 
     For subspaces of one dimension this is the arc length on the Grassmann manifold; for different dimensions, the
     distance from the smaller one to the nearest subspace of its dimension inside the larger (Ye & Lim 2016).
+
+    Example:
+        >>> subspace_distance(torch.eye(4, 2), torch.eye(4).flip(0)[:, :2])       # orthogonal planes: √2 · π/2
+        tensor(2.2214)
     """
     return _like(torch.linalg.vector_norm(angles_between(a, b), dim=-1), a, b)
 
@@ -75,6 +94,11 @@ def procrustes_distance(a: ArrayLike, b: ArrayLike) -> Any:
 
     Raises:
         ValueError: shapes whose trailing two dimensions differ.
+
+    Example:
+        >>> turned = torch.tensor([[0.0, 1.0], [-1.0, 0.0], [0.0, 0.0]])
+        >>> procrustes_distance(turned, torch.eye(3, 2)), procrustes_distance(2 * turned, torch.eye(3, 2))
+        (tensor(0.), tensor(1.4142))
     """
     first, second = _matrices(a, "a"), _matrices(b, "b")
     if first.shape[-2:] != second.shape[-2:]:
@@ -110,8 +134,25 @@ def angles_between(a: ArrayLike, b: ArrayLike, dependent: Literal["raise", "nan"
     return torch.where(torch.logical_or(*unfit).unsqueeze(-1), torch.full_like(angles, torch.nan), angles)
 
 
+def stable_rank(sigma: Tensor) -> Tensor:
+    """‖·‖_F²/‖·‖₂² = Σσ²/σmax² of singular values ``(*batch, k)``: from 1 to k, and 0 for all zeros.
+
+    Example:
+        >>> stable_rank(torch.tensor([2.0, 2.0, 0.0]))
+        tensor(2.)
+    """
+    largest = sigma.amax(-1, keepdim=True)
+    scaled = sigma / torch.where(largest == 0, torch.ones_like(largest), largest)
+    return scaled.square().sum(-1)
+
+
 def effective_rank(sigma: Tensor) -> Tensor:
-    """exp of the Shannon entropy of σ/Σσ (Roy & Vetterli 2007), ``(*batch, k)``: from 1 to k, and 0 for all zeros."""
+    """exp of the Shannon entropy of σ/Σσ (Roy & Vetterli 2007), ``(*batch, k)``: from 1 to k, and 0 for all zeros.
+
+    Example:
+        >>> round(float(effective_rank(torch.tensor([2.0, 2.0, 0.0]))), 6)
+        2.0
+    """
     total = sigma.sum(-1, keepdim=True)
     share = sigma / torch.where(total == 0, torch.ones_like(total), total)
     rank = torch.exp(-torch.xlogy(share, share).sum(-1))

@@ -40,7 +40,7 @@ class GeometryTracker:
 
     def __init__(self, model: nn.Module, path: str | os.PathLike[str] | None = None) -> None:
         self.model = model
-        self.start = attention_geometry(model)
+        self.start = attention_geometry(model, ov=False)
         self.rows: list[dict[str, float]] = []
         self.path = None if path is None else Path(path)
         if self.path is not None:
@@ -62,8 +62,8 @@ class GeometryTracker:
                 row[name] = float(value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise TypeError(f"{name} must be a number, found {value!r}") from error
-        now = attention_geometry(self.model)
-        moved = drift(self.start, now, samples=0)
+        now = attention_geometry(self.model, ov=False)
+        moved = drift(self.start, now, samples=0, ov=False)
         means: dict[str, list[float]] = {}
         for layer, change in zip(now.layers, moved.layers, strict=True):
             for source, quantities in ((layer, _GEOMETRY), (change, _DRIFT)):

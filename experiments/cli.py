@@ -1,4 +1,5 @@
-"""The command line: `geodescent study modular`, `geodescent study cifar10`, `geodescent certify`."""
+"""The command line: `geodescent study modular`, `geodescent study cifar10`, `geodescent certify`,
+`geodescent inspect`."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..analysis import LAYOUTS
 from .arms import ARMS, select_arms
 from .certification import certify_all
+from .inspection import inspect_checkpoint, print_inspection
 from .progress import show_progress
 from .report import write_report
 from .results import ResultsStore
@@ -142,6 +145,34 @@ def certify(
         console.print("Not as claimed: " + "; ".join(wrong), markup=False, style="bold red")
         raise typer.Exit(1)
     console.print("Every certificate holds exactly where its optimizer claims it.")
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A .safetensors, .pt, .pth, .bin or .ckpt file, an .index.json, or a folder of them.")
+    ],
+    against: Annotated[Path | None, typer.Option(help="An earlier checkpoint: also print the drift from it.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads a layer, where no config.json says.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key-value heads, checked against the widths.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Width of a head, where it is not width/heads.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help=f"How the layers are stored, if not found: {', '.join(LAYOUTS)}.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for every number, of every layer and head.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Random subspaces that drift is compared with.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of the random subspaces.")] = 0,
+    rows: Annotated[int, typer.Option(min=1, help="Rows a table; more layers than that share rows.")] = 16,
+    worst: Annotated[int, typer.Option(min=0, help="How many of the worst heads to print.")] = 5,
+) -> None:
+    """The attention geometry of a saved model, and its drift from another. Nothing in the file is run."""
+    given = {"num_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "layout": layout}
+    inspection = inspect_checkpoint(checkpoint, against, samples, seed, **given)
+    print_inspection(_console(), inspection, rows, worst)
+    if json_file is not None:
+        inspection.write_json(json_file)
 
 
 def _run(

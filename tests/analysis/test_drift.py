@@ -1,6 +1,7 @@
 import copy
 import json
 import math
+from typing import Any
 
 import matplotlib.figure
 import numpy as np
@@ -21,7 +22,7 @@ def _seed():
 
 
 def frames(module):
-    (layer,) = attention_geometry(module).layers
+    layer: Any = attention_geometry(module).layers[0]
     return layer.query_frames.numpy(), layer.key_frames.numpy()
 
 
@@ -49,6 +50,8 @@ def test_nothing_moved():
     (layer,) = drift(model, copy.deepcopy(model)).layers
     for name in layer.PER_HEAD:
         assert getattr(layer, name).abs().max() < 1e-13, name
+    wide = nn.MultiheadAttention(32, 4)  # frames with rows enough to be reduced
+    assert drift(wide, copy.deepcopy(wide), samples=0).layers[0].query_movement.max() == 0
 
 
 def test_movement_and_angles_against_definitions():
@@ -170,6 +173,145 @@ class TestRandomReference:
         (layer,) = drift(a, b, samples=0).layers
         assert layer.random_query_distance is None
         assert layer.random_gauge_distance is None
+
+
+def grouped(generator, heads=4, groups=2, width=4, d=20):
+    """A state dict of grouped-query attention."""
+    shapes = {"q": (heads * width, d), "k": (groups * width, d), "v": (groups * width, d), "o": (d, heads * width)}
+    return {
+        f"{name}_proj.weight": torch.randn(shape, dtype=torch.float64, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+class TestGroupedQueries:
+    def test_gauge_of_a_group_against_its_stack(self, generator):
+        a, b = grouped(generator), grouped(generator)
+        (layer,) = drift(a, b, num_heads=4, samples=0).layers
+        for group in range(2):
+            factors = []
+            for state in (a, b):
+                query = state["q_proj.weight"][8 * group : 8 * group + 8].unflatten(0, (2, 4)).mT.reshape(40, 4)
+                key = state["k_proj.weight"][4 * group : 4 * group + 4].mT
+                factors.append(np.vstack(balanced((query @ key.mT).numpy(), 4)))
+            want = procrustes(factors[1], factors[0])
+            for head in (2 * group, 2 * group + 1):
+                assert layer.gauge_distance[head].item() == pytest.approx(want, rel=1e-10)
+                assert layer.gauge_movement[head].item() == pytest.approx(want / np.linalg.norm(factors[0]), rel=1e-10)
+
+    def test_invariant_to_the_groups_joint_gauge_and_to_no_other(self, generator):
+        a, b = grouped(generator), grouped(generator)
+        base = drift(a, b, num_heads=4, samples=0).layers[0]
+        mix = torch.randn(2, 4, 4, dtype=torch.float64, generator=generator) + 2 * torch.eye(4, dtype=torch.float64)
+        inverse = torch.stack([torch.linalg.inv(m) for m in mix])
+        turned = dict(b)
+
+        def apply(name, matrices, heads):
+            rows = b[name].unflatten(0, (heads, 4))
+            turned[name] = (matrices.mT @ rows).flatten(0, 1)
+
+        apply("q_proj.weight", mix.repeat_interleave(2, 0), 4)
+        apply("k_proj.weight", inverse.mT, 2)
+        apply("v_proj.weight", inverse.mT, 2)
+        turned["o_proj.weight"] = (
+            (b["o_proj.weight"].unflatten(1, (4, 4)).movedim(1, 0) @ mix.repeat_interleave(2, 0))
+            .movedim(0, 1)
+            .flatten(1)
+        )
+        same = drift(a, turned, num_heads=4, samples=0).layers[0]
+        for name in ("gauge_distance", "ov_gauge_distance", "query_distance", "key_distance", "output_distance"):
+            torch.testing.assert_close(getattr(same, name), getattr(base, name), rtol=1e-8, atol=1e-10)
+        moved: Any = drift(b, turned, num_heads=4, samples=0).layers[0]
+        assert moved.gauge_movement.max() < 1e-9
+        assert moved.ov_gauge_movement.max() < 1e-9
+        assert moved.spectrum_change.max() < 1e-9
+        assert moved.query_movement.min() > 0.1
+        # one head of a group turned by itself changes the group's circuit
+        turned["q_proj.weight"] = turned["q_proj.weight"].clone()
+        turned["q_proj.weight"][:4] = mix[0].mT @ turned["q_proj.weight"][:4]
+        assert drift(b, turned, num_heads=4, samples=0).layers[0].gauge_movement[:2].min() > 1e-2
+
+
+def test_procrustes_and_spectrum_changes_against_definitions(generator):
+    a, b = grouped(generator, groups=4), grouped(generator, groups=4)
+    layer: Any = drift(a, b, num_heads=4, samples=0).layers[0]
+    for h in range(4):
+        wq, wk, wv = ([s[f"{n}_proj.weight"][4 * h : 4 * h + 4].mT.numpy() for s in (a, b)] for n in "qkv")
+        wo = [s["o_proj.weight"][:, 4 * h : 4 * h + 4].mT.numpy() for s in (a, b)]
+        assert layer.query_procrustes[h].item() == pytest.approx(procrustes(wq[1], wq[0]))
+        assert layer.key_procrustes[h].item() == pytest.approx(procrustes(wk[1], wk[0]))
+        for change, left, right in (
+            (layer.spectrum_change, wq, [k.T for k in wk]),
+            (layer.ov_spectrum_change, wv, wo),
+        ):
+            old, new = (np.linalg.svd(x @ y, compute_uv=False) for x, y in zip(left, right, strict=True))
+            assert change[h].item() == pytest.approx(np.linalg.norm(new - old) / np.linalg.norm(old))
+        angles = scipy.linalg.subspace_angles(*wv)
+        assert layer.value_distance[h].item() == pytest.approx(np.linalg.norm(angles))
+
+
+def test_random_values_of_movement_procrustes_and_ov_are_those_of_independent_models(generator):
+    states = [grouped(generator) for _ in range(40)]
+    reports = [drift(a, b, num_heads=4).layers[0] for a, b in zip(states[::2], states[1::2], strict=True)]
+    for name in ("query_procrustes", "key_procrustes", "gauge_distance", "ov_gauge_distance"):
+        measured = torch.stack([getattr(layer, name) for layer in reports]).mean()
+        expected = torch.stack([getattr(layer, f"random_{name}") for layer in reports]).mean()
+        assert float(measured) == pytest.approx(float(expected), rel=0.02), name
+    squares = torch.stack([layer.query_movement**2 - layer.random_query_movement**2 for layer in reports])
+    assert abs(float(squares.mean())) < 0.1
+    for name in ("value", "output"):
+        measured = torch.stack([getattr(layer, f"{name}_distance") for layer in reports]).mean()
+        assert float(measured) == pytest.approx(getattr(reports[0], f"random_{name}_distance"), rel=0.03)
+    assert reports[0].random_samples == 32
+
+
+def test_tiny_drifts_are_not_lost():
+    a = nn.MultiheadAttention(64, 8, dtype=torch.float64)
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b.in_proj_weight.add_(1e-9 * torch.randn_like(b.in_proj_weight))
+    (layer,) = drift(a, b, samples=0).layers
+    (q, _), (q2, _) = frames(a), frames(b)
+    for h in range(8):
+        assert layer.query_movement[h].item() == pytest.approx(
+            np.linalg.norm(q2[h] - q[h]) / np.linalg.norm(q[h]), rel=1e-4
+        )
+        angles = scipy.linalg.subspace_angles(q[h], q2[h])
+        assert layer.query_distance[h].item() == pytest.approx(np.linalg.norm(angles), rel=1e-4)
+    assert (layer.gauge_distance > 1e-10).all()
+    assert (layer.gauge_distance < 1e-7).all()
+
+
+def test_layers_are_paired_by_what_their_names_share():
+    a, b = nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2)
+    short, long = nn.ModuleDict({"h0": a, "h1": b}), nn.ModuleDict({"model": nn.ModuleDict({"h0": a, "h1": b})})
+    for report in (drift(short, long, samples=0), drift(long, short, samples=0)):
+        assert all(layer.query_movement.max() == 0 for layer in report.layers)
+    turned = nn.ModuleDict({"h1": b, "h0": a})
+    assert drift(short, turned, samples=0)["h0"].query_movement.max() == 0
+    with pytest.raises(ValueError, match=r"before has the layers \['h1'\] that after lacks"):
+        drift(short, nn.ModuleDict({"h0": a}))
+
+
+def test_geometries_without_frames_and_layers_that_cannot_be_read():
+    a = nn.MultiheadAttention(8, 2)
+    with pytest.raises(ValueError, match="keep_frames=False: its drift needs the frames"):
+        drift(attention_geometry(a, keep_frames=False), a)
+    assert drift(attention_geometry(a, ov=False), a).layers[0].ov_gauge_distance is None
+    state = {f"x.{k}": v for k, v in a.state_dict().items()} | {
+        f"y.{p}_proj.weight": torch.zeros(4, 4, dtype=torch.int8) for p in "qk"
+    }
+    report = drift(state, state, num_heads=2, samples=0)
+    assert [layer.name for layer in report.layers] == ["x"]
+    assert "quantized" in report.skipped["y"]
+    assert "1 left out" in repr(report)
+    with pytest.raises(ValueError, match="no attention layer found"):
+        drift(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def test_a_large_report_prints_on_one_screen():
+    model = nn.ModuleDict({f"block{i}": nn.MultiheadAttention(8, 2) for i in range(40)})
+    assert len(repr(drift(model, model, samples=2)).splitlines()) <= 30
 
 
 def test_a_broken_head_spoils_only_itself():

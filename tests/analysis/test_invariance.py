@@ -2,7 +2,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from geodescent.analysis import equivariance_certificate, scale_free_certificate, weight_decay_certificate
+from geodescent.analysis import (
+    equivariance_certificate,
+    gauge_certificate,
+    scale_free_certificate,
+    weight_decay_certificate,
+)
 from geodescent.manifolds import CanonicalMetric, Euclidean, Stiefel
 from torch import Tensor
 
@@ -64,6 +69,20 @@ def elementwise_adam(x, g, state):
 
 
 @follow
+def column_adam(x, g, state):
+    xi = rgrad(x, g)
+    state["v"] = 0.99 * state.get("v", 0) + 0.01 * (xi * xi).sum(-2, keepdim=True)
+    return -0.05 * ST.project(x, xi / state["v"].sqrt())
+
+
+@follow
+def whitened(x, g, state):
+    xi = rgrad(x, g)
+    values, vectors = torch.linalg.eigh(xi.mT @ xi)
+    return -0.05 * ST.project(x, xi @ (vectors / (values + 1e-3).sqrt().unsqueeze(-2)) @ vectors.mT)
+
+
+@follow
 def ambient_second_moment(x, g, state):
     # equivariant and scale-free, but the second moment sees the normal part of the gradient
     state["v"] = 0.99 * state.get("v", 0) + 0.01 * (g * g).sum((-2, -1), keepdim=True)
@@ -92,6 +111,21 @@ class TestWhoHoldsWhat:
         assert not certificate.passed
         assert certificate.deviation > 0.05
         assert len(certificate.deviations) == len(gradients)
+
+    def test_gauge_covariance(self, shape):
+        x, gradients = start(*shape)
+        for rule in (rsgd, normalized, scalar_adam, ambient_second_moment, whitened):
+            for independent in (False, True):
+                assert gauge_certificate(rule, x, gradients, independent=independent).passed
+        for rule in (column_adam, elementwise_adam):
+            certificate = gauge_certificate(rule, x, gradients)
+            if shape[-1] == 1:  # R = ±1
+                assert certificate.passed
+                continue
+            assert not certificate.passed
+            assert certificate.deviation > 0.05
+            assert len(certificate.deviations) == len(gradients)
+            assert certificate.deviation == max(certificate.deviations)
 
     def test_weight_decay(self, shape):
         x, gradients = start(*shape)
@@ -128,6 +162,34 @@ def test_standing_still_shows_in_the_smallest_step():
     certificate = scale_free_certificate(lambda x, gs: [torch.zeros_like(x) for _ in gs], x, gradients)
     assert certificate.passed
     assert certificate.smallest_step == 0
+
+
+def test_steps_are_compared_after_rotating_back():
+    # a rule that ignores its input takes the same step in every gauge, and so is not covariant: ‖ηRᵀ − η‖
+    x, gradients = start(7, 3, steps=1)
+    fixed = ST.random_tangent(x, seeded(1))
+    r = Stiefel().random_point(3, 3, dtype=torch.float64, generator=seeded(0))
+    certificate = gauge_certificate(lambda x, gs: [fixed], x, gradients, generator=seeded(0))
+    assert certificate.deviation == pytest.approx(float((fixed @ r.mT - fixed).norm() / fixed.norm()), rel=1e-12)
+
+
+def test_pooling_over_the_batch_is_covariant_in_a_common_gauge_only():
+    @follow
+    def pooled(x, g, state):
+        xi = rgrad(x, g)
+        values, vectors = torch.linalg.eigh((xi.mT @ xi).sum(0))
+        return -0.05 * ST.project(x, xi @ (vectors / values.sqrt()) @ vectors.mT)
+
+    x, gradients = start(2, 7, 3)
+    assert gauge_certificate(pooled, x, gradients).passed
+    assert not gauge_certificate(pooled, x, gradients, independent=True).passed
+
+
+def test_gauge_draws_from_the_generator_given_and_is_reproducible_without():
+    x, gradients = start(7, 3)
+    default = [gauge_certificate(elementwise_adam, x, gradients).deviation for _ in range(2)]
+    other = gauge_certificate(elementwise_adam, x, gradients, generator=seeded(5)).deviation
+    assert default[0] == default[1] != other
 
 
 def test_equivariance_draws_from_the_generator_given_and_is_reproducible_without():
@@ -188,3 +250,5 @@ def test_errors_of_step_rules():
             scale_free_certificate(rsgd, x, gradients, scales=scales)
     with pytest.raises(ValueError, match="must be a matrix"):
         equivariance_certificate(rsgd, x[0], [g[0] for g in gradients])
+    with pytest.raises(ValueError, match="must be a matrix"):
+        gauge_certificate(rsgd, x[0], [g[0] for g in gradients])

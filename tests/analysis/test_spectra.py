@@ -11,7 +11,7 @@ from geodescent.analysis import (
     singular_spectrum,
     subspace_distance,
 )
-from geodescent.analysis.spectra import effective_rank
+from geodescent.analysis.spectra import effective_rank, stable_rank
 
 
 def gaussian(*shape, seed=0):
@@ -144,3 +144,24 @@ class TestProcrustes:
 def test_effective_rank_of_flat_and_of_vanishing_spectra():
     spectra = torch.tensor([[2.0, 2.0, 2.0, 2.0], [5.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [3.0, 3.0, 0.0, 0.0]])
     assert effective_rank(spectra).tolist() == pytest.approx([4.0, 1.0, 0.0, 2.0])
+
+
+class TestRanks:
+    def test_values_at_the_ends_and_between(self):
+        sigma = torch.tensor([[1.0, 1.0, 1.0], [5.0, 0.0, 0.0], [0.0, 0.0, 0.0], [2.0, 1.0, 1.0]], dtype=torch.float64)
+        torch.testing.assert_close(stable_rank(sigma), torch.tensor([3.0, 1.0, 0.0, 1.5], dtype=torch.float64))
+        # entropy of (1/2, 1/4, 1/4) is 1.5 log 2
+        want = torch.tensor([3.0, 1.0, 0.0, 2**1.5], dtype=torch.float64)
+        torch.testing.assert_close(effective_rank(sigma), want)
+
+    def test_scale_free_even_at_the_ends_of_the_range(self):
+        sigma = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64)
+        for scale in (1e-200, 1e200):
+            assert stable_rank(scale * sigma).item() == pytest.approx(1.5)
+            assert effective_rank(scale * sigma).item() == pytest.approx(2**1.5)
+
+    def test_nan_stays_in_its_row(self):
+        sigma = torch.tensor([[torch.nan, torch.nan], [1.0, 1.0]])
+        for rank in (stable_rank(sigma), effective_rank(sigma)):
+            assert torch.isnan(rank[0])
+            assert rank[1].item() == pytest.approx(2.0)

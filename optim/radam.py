@@ -36,8 +36,8 @@ class RiemannianAdam(ManifoldOptimizer):
     What it claims, for ``geodescent certify`` to check (:attr:`claims`): steps are scale-free and well conditioned and
     weight decay does not touch a frame, always (the last not with ``decay="fused"``); the first step (and every step
     with β₁ = 0) is steepest descent in the metric's norm with ``second_moment="frame"``; steps are O(n)-equivariant
-    with all but "element", and covariant under the right action of O(p) with "frame" and "gram" (not with the QR retraction). Scale-free is meant
-    for ε = 0, and otherwise for gradients well above ε.
+    with all but "element", and covariant under the right action of O(p) with "frame" and "gram" (not with the QR
+    retraction). Scale-free is meant for ε = 0, and otherwise for gradients well above ε.
 
     Args:
         params: parameters, named parameters, or groups, as for every torch optimizer.

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+# Read when numpy is loaded. pymanopt is measured with one BLAS thread: on small matrices more make it slower, twice on
+# two cores, and spin on after it, on a core that the next contender needs, which then took up to twice its time.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import sys
 from collections.abc import Callable
 from enum import StrEnum

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..manifolds import CanonicalMetric, Cayley, CayleyTransport, Manifold, ManifoldParameter, Stiefel
 from ..optim import RiemannianAdam, RiemannianSGD, SpectralDescent
-from .peers import missing, peer
+from .peers import peer
 
 __all__ = ["RECIPES", "FrameBatch", "Ready", "Recipe", "floor", "pymanopt_momentum", "recipe"]
 
@@ -53,6 +53,11 @@ class Ready:
     Attributes:
         step: what is timed.
         points: where its frames are now, (B, n, p); None if its points are not frames.
+
+    Example:
+        >>> ready = floor(FrameBatch.random((2, 5, 3)))
+        >>> ready.step().shape, ready.points()
+        (torch.Size([2, 5, 3]), None)
     """
 
     step: Callable[[], object]
@@ -84,10 +89,6 @@ class Recipe:
     separate: bool = True
     constrained: bool = True
     needs: str | None = None
-
-    def unavailable(self, device: str = "cpu") -> str | None:
-        """Why it cannot take part; None if it can."""
-        return missing(self.needs)
 
     def parameters(self, batch: FrameBatch) -> list[nn.Parameter]:
         """Parameters of this contender alone, with their gradients."""
@@ -140,13 +141,13 @@ RECIPES = (
     _ours("ours", Stiefel()),
     _ours("ours, one parameter", Stiefel(), separate=False),
     _ours("ours, canonical", Stiefel(CanonicalMetric())),
-    _ours("ours, canonical Cayley", Stiefel(CanonicalMetric(), Cayley(), CayleyTransport())),
+    _ours("ours, Cayley", Stiefel(CanonicalMetric(), Cayley(), CayleyTransport())),
     _ours("RiemannianSGD", Stiefel(), lambda params, lr: RiemannianSGD(params, lr=lr, momentum=0.9)),
     _ours("SpectralDescent", Stiefel(), SpectralDescent),
     _geoopt("geoopt Euclidean", "EuclideanStiefel"),
     _geoopt("geoopt canonical", "CanonicalStiefel"),
     Recipe(
-        "AdamW fused, plain",
+        "AdamW fused",
         nn.Parameter,
         lambda params: torch.optim.AdamW(params, lr=LR, fused=True),
         constrained=False,
@@ -194,6 +195,12 @@ def pymanopt_momentum(batch: FrameBatch) -> Ready:
 
     Raises:
         ImportError: pymanopt is not installed.
+
+    Example:
+        >>> ready = pymanopt_momentum(FrameBatch.random((2, 5, 3)))
+        >>> ready.step()
+        >>> ready.points().shape
+        torch.Size([2, 5, 3])
     """
     count, n, p = batch.frames.shape
     manifold = peer("pymanopt.manifolds").Stiefel(n, p)

@@ -87,7 +87,6 @@ def drift_curve(
         optimizer.step()
         if step in marks or step % every == 0:
             error = point_error(x)
-            assert error is not None
             worst = max(worst, error) if error == error else math.inf
             if step in marks:
                 curve.append((step, error))
@@ -107,7 +106,7 @@ def measure_drift(
     Args:
         shapes: (rows, columns) of the frames; eight of each are stepped as a stack.
         steps: number of steps.
-        device, seed, progress: as for :func:`~geodescent.benchmarks.measure_steps`.
+        device, seed, progress: as for :func:`~geodescent.benchmarks.steps.measure_steps`.
 
     Example:
         >>> outcome = measure_drift([(6, 3)], steps=10)

@@ -21,6 +21,10 @@ class PowerLaw:
     Attributes:
         exponent: slope of log seconds over log size, by least squares.
         standard_error: of the exponent; NaN for two points, which determine the line.
+
+    Example:
+        >>> print(PowerLaw(0.98, 0.021))
+        0.98 ± 0.02
     """
 
     exponent: float
@@ -97,7 +101,7 @@ def measure_growth(
 
     Args:
         series: which sizes grow.
-        rounds, device, seed, warmup, progress: as for :func:`~geodescent.benchmarks.measure_steps`.
+        rounds, device, seed, warmup, progress: as for :func:`~geodescent.benchmarks.steps.measure_steps`.
 
     Example:
         >>> series = Series("rows n", 1, ((2, 4, 2), (2, 8, 2), (2, 16, 2)), 1.0)
@@ -112,7 +116,7 @@ def measure_growth(
         law = fit_power_law(one.sizes, [s.median for s in ours])
         floor_law = fit_power_law(one.sizes, [s.median for s in floors])
         keeps = law.exponent <= one.expected + 2 * law.standard_error
-        verdict = "as expected or slower" if keeps else "faster than expected"
+        verdict = "no faster than expected" if keeps else "faster than expected"
         fixed = "×".join("·" if i == one.axis else str(s) for i, s in enumerate(one.shapes[0]))
         sizes = ", ".join(map(str, one.sizes))
         rows.append((one.name, fixed, sizes, str(law), str(floor_law), f"{one.expected:g}", verdict))

@@ -17,9 +17,17 @@ from torch.profiler import ProfilerActivity, profile
 from .contenders import RECIPES, FrameBatch, Recipe
 from .peers import missing
 from .report import Outcome, Table
-from .steps import SHAPES
+from .steps import SHAPES, label
 
 __all__ = ["Allocations", "allocations", "measure_memory", "state_bytes"]
+
+NOTES = (
+    "In units of the parameters' bytes, besides parameters and gradients. Kept: state and whatever else lives on "
+    "between steps. Peak: at any moment of the first three steps, with what is kept.",
+    "Adam's state is two moments; the state's share is the largest over the shapes.",
+    "Counted by torch's allocator, through its profiler; not counted: workspaces inside BLAS and LAPACK, and pymanopt, "
+    "whose arrays are numpy's.",
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +35,12 @@ class Allocations:
     """Bytes of tensors that came to live while something ran.
 
     Attributes:
-        peak: most at any moment above the start.
-        kept: at the end above the start; negative if more was freed than made.
+        peak: most at any moment.
+        kept: at the end. Releases of what was there at the start are not seen.
+
+    Example:
+        >>> allocations(lambda: torch.empty(100)).peak
+        400
     """
 
     peak: int
@@ -99,7 +111,7 @@ def measure_memory(
     """State, kept and peak memory of every optimizer, in units of its parameters.
 
     Args:
-        shapes, device, seed, progress: as for :func:`~geodescent.benchmarks.measure_steps`.
+        shapes, device, seed, progress: as for :func:`~geodescent.benchmarks.steps.measure_steps`.
 
     Example:
         >>> outcome = measure_memory([(2, 40, 8)])
@@ -107,35 +119,34 @@ def measure_memory(
         >>> 0.5 < state < 0.55  # one moment, and a scalar a frame
         True
     """
-    tables, data = [], []
+    data = []
     for shape in shapes:
-        progress(f"memory: {'×'.join(map(str, shape))}")
+        progress(f"memory: {label(shape)}")
         batch = FrameBatch.random(shape, seed=seed, device=device)
         size = batch.frames.numel() * batch.frames.element_size()
-        rows, numbers = [], {}
+        numbers: dict[str, dict[str, Any]] = {}
         for entry in RECIPES:
             if reason := missing(entry.needs):
-                rows.append((entry.name, reason, "–", "–", "–"))
                 numbers[entry.name] = {"skipped": reason}
                 continue
             found = _measure(entry, batch, device)
             # Adam: two moments of the parameters' size
-            figures = [found["state"] / size, found["state"] / (2 * size), found["kept"] / size, found["peak"] / size]
-            rows.append((entry.name, *(f"{figure:.3f}" for figure in figures)))
-            numbers[entry.name] = {**found, "state_per_adam": figures[1]}
-        label = f"{'×'.join(map(str, shape))}, {size / 2**20:.1f} MiB of parameters"
-        header = ("optimizer", "state", "state ÷ Adam's", "kept after a step", "peak of a step")
-        tables.append((f"Memory on {label}", header, tuple(rows)))
+            numbers[entry.name] = {**found, "state_per_adam": found["state"] / (2 * size)}
         data.append({"shape": list(shape), "parameter_bytes": size, "contenders": numbers})
-    notes = (
-        "In units of the parameters' bytes, besides parameters and gradients. Adam's state is two moments. Kept: state "
-        "and whatever else lives on between steps. Peak: at any moment of the first three steps, state included.",
-        "Counted by torch's allocator, through its profiler; not counted: workspaces inside BLAS and LAPACK, and "
-        "pymanopt, whose arrays are numpy's.",
+    header = ("optimizer", "state ÷ Adam's", *map(label, shapes))
+    table = Table(
+        "Memory: kept after a step / peak of a step", header, tuple(_row(r.name, data) for r in RECIPES), NOTES
     )
-    last = len(tables) - 1
-    shown = tuple(Table(*table, notes=notes if i == last else ()) for i, table in enumerate(tables))
-    return Outcome("memory", shown, {"shapes": data})
+    return Outcome("memory", (table,), {"shapes": data})
+
+
+def _row(name: str, data: list[dict[str, Any]]) -> tuple[str, ...]:
+    found = [(shape["contenders"][name], shape["parameter_bytes"]) for shape in data]
+    reasons = [numbers["skipped"] for numbers, _ in found if "skipped" in numbers]
+    if reasons:
+        return (name, reasons[0], *("–" for _ in data))
+    state = max(numbers["state_per_adam"] for numbers, _ in found)
+    return (name, f"{state:.3f}", *(f"{n['kept'] / size:.2f} / {n['peak'] / size:.2f}" for n, size in found))
 
 
 def _measure(entry: Recipe, batch: FrameBatch, device: str) -> dict[str, Any]:

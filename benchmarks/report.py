@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
+from rich.text import Text
 
 __all__ = ["Outcome", "Table", "print_outcome", "to_markdown", "write_json", "write_markdown"]
 
@@ -24,6 +25,13 @@ class Table:
         header: column names; the first column is aligned left, the others right.
         rows: cells, as many a row as the header has.
         notes: sentences below the table.
+
+    Raises:
+        ValueError: a row has more or fewer cells than the header.
+
+    Example:
+        >>> Table("Sums", ("of", "value"), (("1, 2", "3"),)).rows[0]
+        ('1, 2', '3')
     """
 
     title: str
@@ -45,6 +53,10 @@ class Outcome:
         name: of the benchmark, as on the command line.
         tables: for readers.
         data: plain numbers, for JSON.
+
+    Example:
+        >>> Outcome("sums", (), {"value": 3}).data
+        {'value': 3}
     """
 
     name: str
@@ -58,15 +70,17 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
     Example:
         >>> table = Table("Sums", ("of", "value"), (("1, 2", "3"),))
         >>> print_outcome(Outcome("sums", (table,)), Console(width=40, force_terminal=False))  # doctest: +ELLIPSIS
-            Sums...
+        Sums
+        ...
     """
     for table in outcome.tables:
-        rich = RichTable(title=table.title, title_justify="left")
+        console.print(Text(table.title, style="bold"))
+        rich = RichTable()
         for i, name in enumerate(table.header):
-            rich.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+            rich.add_column(Text(name), justify="left" if i == 0 else "right", overflow="fold")
         for row in table.rows:
-            rich.add_row(*row)
-        console.print(rich, markup=False)
+            rich.add_row(*map(Text, row))  # not markup: a cell may quote an error
+        console.print(rich)
         for note in table.notes:
             console.print(f"• {note}", markup=False, highlight=False)
         console.print()

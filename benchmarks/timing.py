@@ -61,6 +61,10 @@ class Timings:
     Attributes:
         seconds: name to one entry a round.
         failures: name to the error of a contender that failed; it has no seconds.
+
+    Example:
+        >>> print(Timings({"a": [2.0, None, 4.0]}).of("a"))
+        3.00 (2.50–3.50)
     """
 
     seconds: Mapping[str, Sequence[float | None]]
@@ -88,6 +92,7 @@ def interleave(
     rounds: int,
     *,
     warmup: int = 3,
+    settle: int = 1,
     device: str | torch.device = "cpu",
     slow_seconds: float = 1.0,
     slow_every: int = 5,
@@ -99,9 +104,10 @@ def interleave(
         calls: name to what is timed. A ``RuntimeError`` or ``ValueError`` is kept as the contender's failure.
         rounds: number of rounds.
         warmup: untimed calls of each before the first round.
+        settle: untimed calls at the beginning of each turn: nobody is timed in the caches of whoever came before.
         device: synchronized before and after each call if it is a CUDA device.
-        slow_seconds, slow_every: who takes longer than this is warmed up less and runs in every ``slow_every``-th
-            round only, the first among them, so that others can have many rounds.
+        slow_seconds, slow_every: who takes longer than this is warmed up less, does not settle and runs in every
+            ``slow_every``-th round only, the first among them, so that others can have many rounds.
         clock: seconds.
 
     Raises:
@@ -143,6 +149,8 @@ def interleave(
                 if name in failures or (name in slow and i % slow_every):
                     continue
                 try:
+                    for _ in range(0 if name in slow else settle):
+                        calls[name]()
                     seconds[name][i] = timed(name)
                 except (RuntimeError, ValueError) as error:
                     failures[name] = _one_line(error)

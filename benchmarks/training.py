@@ -21,7 +21,7 @@ from .timing import Spread, interleave, synchronize
 __all__ = ["ARMS", "Arm", "TrainingStep", "measure_training"]
 
 LR = 3e-4
-WEIGHT_DECAY = 0.01  # AdamW's default, for everybody's plain parameters
+WEIGHT_DECAY = 0.01  # AdamW's default, of everybody's plain parameters
 
 BASE = "AdamW"
 
@@ -33,26 +33,37 @@ class Arm:
     Attributes:
         constrained: query and key projections are frames.
         constrain: turns the frames of a constrained model into what the arm needs.
-        optimizer: of the model's parameters.
+        optimizer: of a model.
         needs: the peer that must be installed.
+
+    Example:
+        >>> sorted(name for name, arm in ARMS.items() if not arm.constrained)
+        ['AdamW', 'RiemannianAdam, nothing constrained']
     """
 
     constrained: bool
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     constrain: Callable[[nn.Module], None] = lambda _: None
     needs: str | None = None
 
 
-def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, foreach=True)
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    # What stands behind a parametrization is not decayed: those are coordinates, not weights, and torch's hold signs
+    # on a diagonal that the least decay rounds to zero, and with it the whole matrix.
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for name, p in named if ".parametrizations." not in name], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for name, p in named if ".parametrizations." in name], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, foreach=True)
 
 
-def _riemannian_adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return RiemannianAdam(params, lr=LR, weight_decay=WEIGHT_DECAY, foreach=True)
+def _riemannian_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return RiemannianAdam(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, foreach=True)
 
 
-def _geoopt_adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return peer("geoopt").optim.RiemannianAdam(params, lr=LR, weight_decay=WEIGHT_DECAY)
+def _geoopt_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return peer("geoopt").optim.RiemannianAdam(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
 
 
 def _geoopt_frames(projection: nn.Module) -> None:
@@ -68,8 +79,15 @@ def _torch_orthogonal(projection: nn.Module) -> None:
 
 def _geotorch_orthogonal(projection: nn.Module) -> None:
     frames = _plain(projection).detach().clone()
-    peer("geotorch").orthogonal(projection, "weight")
-    projection.weight = frames  # it draws frames of its own; start where everybody starts
+    threads = torch.get_num_threads()
+    # it takes determinants of a batch of (n, n) matrices here, and here only: a batched LU, which torch 2.13 on several
+    # threads gets wrong on some processors, or never finishes
+    torch.set_num_threads(1)
+    try:
+        peer("geotorch").orthogonal(projection, "weight")
+        projection.weight = frames  # it draws frames of its own; start where everybody starts
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _plain(projection: nn.Module) -> nn.Parameter:
@@ -112,7 +130,7 @@ class TrainingStep:
         if self.arm.constrained:
             for projection in self.model.frame_projections():
                 self.arm.constrain(projection)
-        self.optimizer = self.arm.optimizer(list(self.model.parameters()))
+        self.optimizer = self.arm.optimizer(self.model)
         generator = torch.Generator().manual_seed(self.seed)
         size = (self.shape.batch, self.shape.length + 1)
         self.tokens = torch.randint(self.shape.vocabulary, size, generator=generator).to(self.device)
@@ -151,7 +169,7 @@ def measure_training(
     Args:
         shape: of model and batch; the default has 10.7 million parameters and 8×128 tokens.
         rounds: timed steps of each arm; one that takes over ``slow_seconds`` is timed in every fifth round.
-        device, seed, warmup, progress: as for :func:`~geodescent.benchmarks.measure_steps`.
+        device, seed, warmup, progress: as for :func:`~geodescent.benchmarks.steps.measure_steps`.
 
     Example:
         >>> outcome = measure_training(GPTShape(1, 8, 2, 2, 4, 5), rounds=1, warmup=1)
@@ -168,7 +186,8 @@ def measure_training(
         progress(f"training: building {name}")
         steps[name] = TrainingStep(arm, shape, device, seed)
     progress("training: timing")
-    timings = interleave(steps, rounds, warmup=warmup, device=device, slow_seconds=slow_seconds)
+    # no settling: a step this long is its own, and the optimizer's seconds stay one entry a round
+    timings = interleave(steps, rounds, warmup=warmup, settle=0, device=device, slow_seconds=slow_seconds)
     skipped |= timings.failures
     rows, arms = [], {}
     for name in ARMS:
@@ -179,7 +198,8 @@ def measure_training(
         step, seconds, ratio = steps[name], timings.of(name), timings.ratio(name, BASE)
         assert seconds is not None
         optimizer = Spread.of(step.optimizer_seconds[-seconds.count :]).scaled(1e3)
-        error = point_error(step.frames())
+        frames = step.frames()
+        error = None if frames is None else point_error(frames)
         shown = "–" if error is None else f"{error:.1e}"
         relative = "–" if ratio is None else _precise(ratio)
         rows.append((name, str(seconds.scaled(1e3)), str(optimizer), relative, shown))

@@ -132,7 +132,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         for p, state in self.state.items():
             if "capped" in state:
                 capped += float(state["capped"])
-                taken += float(state["step"]) * math.prod(p.shape[:-2])
+                taken += float(state["step"]) * math.prod(local(p.detach()).shape[:-2])
         return capped / taken if taken else math.nan
 
     # --- step ---------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             return gathered, True
         device = norms[0].device
         largest = torch.stack([norm.detach().to(device, torch.float32) for norm in norms]).amax()
-        largest = _agreed(largest, [p for stack in stacks for p in stack.params])
+        largest = _agreed(largest, [*(p for stack in stacks for p in stack.params), *(p for ps, _ in plain for p in ps)])
         return gathered, float(largest) < limit  # NaN compares false
 
     def _gradients_are_finite(self) -> bool:
@@ -276,8 +276,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             return False
         group, i = strict[0]
         bad = int((~torch.isfinite(local(group["params"][i].grad))).sum())
+        where = f"has {bad} NaN or infinite entries" if bad else "is not finite in the part of another process"
         raise ValueError(
-            f"the gradient of {self._name(group, i)} has {bad} NaN or infinite entries; nothing was stepped. Pass "
+            f"the gradient of {self._name(group, i)} {where}; nothing was stepped. Pass "
             'nonfinite="skip" to skip such steps'
         )
 
@@ -291,11 +292,11 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         except ValueError:  # a retraction does not take NaN
             good = torch.zeros(stack.frames, dtype=torch.bool, device=stack.device)
             x, arrays, capped = grads, {}, None
-        if bool(good.all()):
+        if float(_agreed((~good.all()).to(torch.float32), stack.params)) == 0:
             return x, arrays, capped
         if stack.group["nonfinite"] == "skip":
             return None
-        sizes = [float(local(p.grad).abs().max()) for p in stack.params if p.grad is not None and p.grad.numel()]
+        sizes = [float(torch.linalg.vector_norm(g, torch.inf)) if g.numel() else 0.0 for g in stack.gradients()]
         worst = max(range(len(sizes)), key=sizes.__getitem__)
         raise ValueError(
             f"the step of {self._name(stack.group, stack.indices[worst])} overflows {stack.dtype}: its gradient is "
@@ -357,7 +358,7 @@ def _check_sharding(p: Tensor, name: str) -> None:
     for placement in getattr(p, "placements", ()):
         if not (placement.is_replicate() or (placement.is_shard() and placement.dim < p.ndim - 2)):
             raise ValueError(
-                f"{name} has shape {tuple(p.shape)} and is placed as {placement}, which cuts through its frames, the "
+                f"{name} has shape {tuple(p.shape)} and is placed as {placement!r}, which cuts through its frames, the "
                 "last two dimensions; shard it along a dimension before those, fully_shard(..., "
                 "shard_placement_fn=lambda p: Shard(0)) with frames stored as (heads, n, p), or leave it whole"
             )
@@ -365,10 +366,11 @@ def _check_sharding(p: Tensor, name: str) -> None:
 
 def _agreed(value: Tensor, params: list[Tensor]) -> Tensor:
     """The largest ``value`` of all processes that share sharded ``params``, so that all of them decide alike."""
-    mesh = next((p.device_mesh for p in params if hasattr(p, "device_mesh")), None)  # pyright: ignore
-    if mesh is None:
+    meshes = {p.device_mesh: None for p in params if hasattr(p, "device_mesh")}  # pyright: ignore
+    if not meshes:
         return value
     value = torch.where(torch.isnan(value), torch.full_like(value, math.inf), value)
-    for group in mesh.get_all_groups():
-        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, group)
+    for mesh in meshes:
+        for group in mesh.get_all_groups():
+            torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, group)
     return value

@@ -141,13 +141,14 @@ class Stack:
         """
         for key, shape in trailing.items():
             array = torch.zeros(self.frames, *shape, dtype=self.dtype, device=self.device)
-            for part, t, state in zip(array.split(self.counts), self.locals, states, strict=True):
+            parts = zip(self.params, self.locals, array.split(self.counts), states, strict=True)
+            for p, t, part, state in parts:
                 view = part.view(*t.shape[:-2], *shape)
                 if key in state:
-                    view.copy_(state[key])
+                    view.copy_(local(state[key]))
                 elif key == "master":
                     view.copy_(self.manifold.project_point(t.detach().to(self.dtype)))
-                state[key] = view
+                state[key] = _placed_as(p, view, shape)
             self.arrays[key] = array
         for key in ("capped", "step"):
             array = torch.tensor([float(state.get(key, 0.0)) for state in states])
@@ -177,6 +178,23 @@ class Stack:
 def local(t: Tensor) -> Tensor:
     """The part of a sharded tensor that this process holds; any other tensor itself."""
     return t.to_local() if hasattr(t, "to_local") else t  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _placed_as(p: Tensor, view: Tensor, trailing: tuple[int, ...]) -> Tensor:
+    """``view``, or where ``p`` is sharded the whole of which it is this process's part, for distributed checkpoints."""
+    if not hasattr(p, "placements"):
+        return view
+    from torch.distributed.tensor import DTensor
+
+    whole = torch.empty(*p.shape[:-2], *trailing, device="meta")
+    return DTensor.from_local(
+        view,
+        p.device_mesh,  # pyright: ignore[reportAttributeAccessIssue]
+        p.placements,  # pyright: ignore[reportAttributeAccessIssue]
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
 
 
 def _cut(counts: Sequence[int], size: int) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:

@@ -125,6 +125,16 @@ def fsdp_resumed(rank: int) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
+def fsdp_gathered(rank: int) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    model = sharded(3)
+    optimizer = RiemannianAdam(groups_of(model), lr=0.05)
+    train(model, optimizer, range(STEPS), rank, WORLD)
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+    return {key: value.clone() for key, value in state.get("frames", {}).items()}  # all on the first process
+
+
 def fsdp_clipped(rank: int) -> dict[str, torch.Tensor]:
     model = sharded(3)
     optimizer = RiemannianAdam(groups_of(model), lr=0.05)
@@ -199,6 +209,7 @@ SCENARIOS = {
         for name in OPTIONS
     },
     "fsdp resumed": fsdp_resumed,
+    "fsdp gathered": fsdp_gathered,
     "fsdp clipped": fsdp_clipped,
     **{f"cut {where}": lambda rank, w=where: cut(rank, w) for where in ("rows", "columns", "matrix")},
     **{f"spoiled {key}": lambda rank, a=args: spoiled(rank, *a) for key, args in SPOILED.items()},
@@ -309,6 +320,15 @@ def test_sharded_state_is_saved_and_loaded(folder):
     train(model, RiemannianAdam(groups_of(model), lr=0.05), range(STEPS))
     for found in results(folder, "fsdp resumed"):
         check_equal(found, model, Heads(3))
+
+
+def test_distributed_checkpoints_gather_the_state(folder):
+    model = Heads(3)
+    optimizer = RiemannianAdam(groups_of(model), lr=0.05)
+    train(model, optimizer, range(STEPS))
+    first, _ = results(folder, "fsdp gathered")
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        torch.testing.assert_close(first[key], optimizer.state[model.frames][key], rtol=0, atol=1e-12)
 
 
 def test_clipping_takes_the_norm_over_all_shards(folder):

@@ -250,7 +250,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             return gathered, True
         device = norms[0].device
         largest = torch.stack([norm.detach().to(device, torch.float32) for norm in norms]).amax()
-        largest = _agreed(largest, [*(p for stack in stacks for p in stack.params), *(p for ps, _ in plain for p in ps)])
+        largest = _agreed(
+            largest, [*(p for stack in stacks for p in stack.params), *(p for ps, _ in plain for p in ps)]
+        )
         return gathered, float(largest) < limit  # NaN compares false
 
     def _gradients_are_finite(self) -> bool:
@@ -316,6 +318,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     # --- state --------------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state as tensors, numbers and words; a group's manifold is its ``repr``, so nothing needs unpickling."""
+        packed = super().state_dict()
+        for group in packed["param_groups"]:
+            group["manifold"] = None if group["manifold"] is None else repr(group["manifold"])
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, of the same parameters, in another order if both sides have names.
 
@@ -326,11 +335,11 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             ValueError: parameters are missing, left over, or of other shapes, or the state is not finite; all of them
                 are listed, and nothing was loaded.
         """
+        ordered = loadable_state(self, state_dict)
         self._stacks.clear()
-        super().load_state_dict(loadable_state(self, state_dict))
+        super().load_state_dict(ordered)
         # torch casts state to the parameter's dtype; half precision is not what moments were saved in
         saved = state_dict["state"]
-        ordered = loadable_state(self, state_dict)
         packed = [i for group in ordered["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(packed, params, strict=True):

@@ -65,7 +65,7 @@ def safe_divide(a: Tensor, b: Tensor) -> Tensor:
 
 def _precondition(m: Tensor, gram: Tensor, eps: float) -> Tensor:
     """M(R^(1/2) + εI)⁻¹ for positive semidefinite R, in float64; a direction without gradient so far is left out."""
-    if not bool(torch.isfinite(gram).all()):  # overflowed: eigh does not take it, and the caller looks at what comes out
+    if not bool(torch.isfinite(gram).all()):  # overflowed, which eigh does not take and the caller will find
         return torch.full_like(m, torch.nan)
     values, vectors = torch.linalg.eigh(gram.double())
     # below rounding of the largest eigenvalue nothing is known of the gradient

@@ -38,7 +38,10 @@ def loadable_state(optimizer: ManifoldOptimizer, state_dict: dict[str, Any]) -> 
                 f"group {g} was saved with {len(indices)} parameters and has {len(group['params'])}; pass "
                 "named parameters to both optimizers to learn which"
             )
-        ordered.append(saved)
+        here, there = group["manifold"], saved.get("manifold")
+        if repr(here) != str(there):
+            problems.append(f"group {g} was saved with manifold {there} and has {here!r}")
+        ordered.append({**saved, "manifold": here})
         if len(indices) == len(group["params"]):
             for i, (p, index) in enumerate(zip(group["params"], indices, strict=True)):
                 name = repr(names[i]) if names else f"parameter {i} of group {g}"

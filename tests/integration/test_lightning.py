@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class Module(lightning.LightningModule):
         self.losses.append(float(loss.detach()))
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
         optimizer = RiemannianAdam(self.named_parameters(), lr=0.03)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 

@@ -1,5 +1,8 @@
 """Averaged models: frames are the nearest points to the true averages, everything else is torch's."""
 
+# modules are read by attribute, which type checkers take for Tensor | Module
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+
 import copy
 import io
 

@@ -4,6 +4,9 @@ One pair of workers, this file run as a script, goes through all scenarios and s
 that with what one process does. A scenario that fails is saved as its traceback, so the others still count.
 """
 
+# modules are read by attribute, which type checkers take for Tensor | Module
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+
 import os
 import subprocess
 import sys
@@ -77,9 +80,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank
 # --- what the workers do ------------------------------------------------------------------------------------------
 
 
-def sharded(heads: int, placement=None) -> nn.Module:
+def sharded(heads: int, placement=None):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, init_device_mesh
+    from torch.distributed.tensor import Shard
 
     mesh = init_device_mesh("cpu", (WORLD,))
     return fully_shard(Heads(heads), mesh=mesh, shard_placement_fn=lambda p: placement if p.ndim == 3 else Shard(0))
@@ -147,8 +151,9 @@ def fsdp_clipped(rank: int) -> dict[str, torch.Tensor]:
 
 
 def cut(rank: int, placement: str) -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, init_device_mesh
+    from torch.distributed.tensor import Shard
 
     if placement == "matrix":
         model = nn.Module()

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from geodescent.manifolds import ManifoldParameter, Stiefel
+from geodescent.manifolds import QR, ManifoldParameter, Stiefel
 from geodescent.optim import RiemannianAdam, RiemannianSGD, SpectralDescent
 from torch import nn
 
@@ -138,3 +138,16 @@ def test_state_is_half_of_adams():
     adam.step()
     size = [sum(v.numel() for v in o.state[r].values()) for o, r in ((ours, p), (adam, q))]
     assert size[0] <= 0.501 * size[1]
+
+
+def test_a_groups_manifold_is_saved_as_words_and_checked():
+    x = torch.nn.Parameter(Stiefel().random_point(5, 3))
+    state = RiemannianAdam([{"params": [x], "manifold": Stiefel()}]).state_dict()
+    assert state["param_groups"][0]["manifold"] == repr(Stiefel())
+    same = RiemannianAdam([{"params": [x], "manifold": Stiefel()}])
+    same.load_state_dict(state)
+    assert same.param_groups[0]["manifold"] == Stiefel()
+    other = RiemannianAdam([{"params": [x], "manifold": Stiefel(retraction=QR())}])
+    with pytest.raises(ValueError, match="was saved with manifold"):
+        other.load_state_dict(state)
+    assert other.param_groups[0]["manifold"] == Stiefel(retraction=QR())

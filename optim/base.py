@@ -54,11 +54,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Whether :meth:`_fast_step` can step this stack."""
         return False
 
-    def _fast_step(self, stack: Stack, grads: Tensor | None) -> None:
+    def _fast_step(self, stack: Stack, grads: Tensor | None, norms: Tensor) -> None:
         """Step the stack in place, in a faster way that cannot fail for gradients known to be far from overflow.
 
         Args:
-            grads: the gathered gradients, which may be overwritten; None where they have not been gathered.
+            grads: the gathered gradients; None where they have not been gathered.
+            norms: the Frobenius norms of the frames' gradients, (frames,).
         """
         raise NotImplementedError(f"{type(self).__name__} has no _fast_step")
 
@@ -155,9 +156,15 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        torch.compiler.disable(self._step_everything)()  # pyright: ignore[reportCallIssue]
+        try:
+            self._step_everything()
+        finally:
+            for _, stacks, _ in self._stacks.values():
+                for stack in stacks:
+                    stack.grads = []
         return loss
 
+    @torch.compiler.disable
     def _step_everything(self) -> None:
         stacks, plain = [], []
         for group in self.param_groups:
@@ -165,7 +172,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             stacks.extend(mine)
             if rest:
                 plain.append((rest, group))
-        gathered, tame = self._gather(stacks, plain)
+        gathered, norms, tame = self._gather(stacks, plain)
         if not tame and not self._gradients_are_finite():
             return
         # a step that can fail is computed whole before any is taken, so that an overflow changes nothing
@@ -173,30 +180,31 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         for stack, grads in zip(stacks, gathered, strict=True):
             if tame and self._has_fast_step(stack):
                 continue
-            result = self._careful_step(stack, stack.gather(stack.gradients()) if grads is None else grads)
+            result = self._careful_step(stack, stack.gather(stack.grads) if grads is None else grads)
             if result is None:
                 return
             results.append((stack, result))
         for stack, (x, arrays, capped) in results:
             self._take(stack, x, arrays, capped)
         done = {id(stack) for stack, _ in results}
-        for stack, grads in zip(stacks, gathered, strict=True):
+        for stack, grads, frame_norms in zip(stacks, gathered, norms, strict=True):
             if id(stack) not in done:
-                self._fast_step(stack, grads)
+                self._fast_step(stack, grads, frame_norms)
         for params, group in plain:
             self._step_plain(params, group)
 
     def _sorted(self, group: dict[str, Any]) -> tuple[list[Stack], list[Tensor]]:
         """The stacks of the frames of a group that have gradients, and the plain parameters that have."""
         params = group["params"]
-        present = [p.grad is not None for p in params]
+        grads = [p.grad for p in params]
+        present = [g is not None for g in grads]
         # what a stack was made for: the same parameters, storage and options
         signature = (
-            tuple(present),
-            tuple(p.data_ptr() for p in params),
-            tuple(p.dtype for p in params),
+            present,
+            [p.data_ptr() for p in params],
+            [p.dtype for p in params],
             id(group["manifold"]),
-            tuple(self._trailing_shapes(1, 1, group)),
+            list(self._trailing_shapes(1, 1, group)),
         )
         known = self._stacks.get(id(group))
         if known is None or known[0] != signature or not all(s.owns_state(self.state) for s in known[1]):
@@ -204,6 +212,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             framed = {id(p) for stack in stacks for p in stack.params}
             rest = [p for p, there in zip(params, present, strict=True) if there and id(p) not in framed]
             self._stacks[id(group)] = known = (signature, stacks, rest)
+        for stack in known[1]:
+            stack.grads = [local(grads[i]) for i in stack.indices]
         return known[1], known[2]
 
     def _make_stacks(self, group: dict[str, Any], present: list[bool]) -> list[Stack]:
@@ -226,34 +236,28 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             stacks.append(stack)
         return stacks
 
-    def _gather(self, stacks: list[Stack], plain: list[tuple]) -> tuple[list[Tensor | None], bool]:
-        """The gradients of stacks of small frames, and whether all gradients are finite and far from overflow."""
+    def _gather(self, stacks: list[Stack], plain: list[tuple]) -> tuple[list[Tensor | None], list[Tensor], bool]:
+        """The gradients of stacks of small frames; all frames' norms; are all gradients finite, far from overflow?"""
         norms, gathered, limit = [], [], math.inf
+        rest = [local(p.grad) for params, _ in plain for p in params if p.grad is not None]
+        if any(g.layout is not torch.strided for g in [*rest, *(g for stack in stacks for g in stack.grads)]):
+            return [None] * len(stacks), norms, False
         for stack in stacks:
-            raw = stack.gradients()
-            if any(g.is_sparse for g in raw):
-                return [None] * len(stacks), False
             limit = min(limit, math.sqrt(torch.finfo(stack.dtype).max) / 1024)
             small = stack.frames * stack.shape[0] * stack.shape[1] < 2**19
-            grads = stack.gather(raw) if small or not self._has_fast_step(stack) else None
+            grads = stack.gather(stack.grads) if small or not self._has_fast_step(stack) else None
             gathered.append(grads)
-            if grads is not None:
-                norms.append(torch.linalg.vector_norm(grads))
-            else:
-                norms.extend(torch._foreach_norm(raw))  # pyright: ignore[reportPrivateImportUsage]
-        for params, _ in plain:
-            raw = [local(p.grad) for p in params if p.grad is not None]
-            if any(g.is_sparse for g in raw):
-                return gathered, False
-            norms.extend(torch._foreach_norm(raw))  # pyright: ignore[reportPrivateImportUsage]
-        if not norms:
-            return gathered, True
-        device = norms[0].device
-        largest = torch.stack([norm.detach().to(device, torch.float32) for norm in norms]).amax()
-        largest = _agreed(
-            largest, [*(p for stack in stacks for p in stack.params), *(p for ps, _ in plain for p in ps)]
-        )
-        return gathered, float(largest) < limit  # NaN compares false
+            norms.append(stack.gradient_norms() if grads is None else torch.linalg.vector_norm(grads, dim=(-2, -1)))
+        largest = [t.amax() for t in norms if t.numel()]
+        largest += torch._foreach_norm(rest) if rest else []  # pyright: ignore[reportPrivateImportUsage]
+        params = [*(p for stack in stacks for p in stack.params), *(p for ps, _ in plain for p in ps)]
+        if not params:
+            return gathered, norms, True
+        largest = [norm.to(params[0].device, torch.float32) for norm in largest]
+        # a process that holds no part of anything still takes part in the decision
+        worst = torch.stack([*largest, torch.zeros((), device=params[0].device)]).amax()
+        worst = _agreed(worst, params)
+        return gathered, norms, float(worst) < limit  # NaN compares false
 
     def _gradients_are_finite(self) -> bool:
         """False if the step is to be skipped. All gradients are looked at before any parameter moves."""
@@ -298,7 +302,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             return x, arrays, capped
         if stack.group["nonfinite"] == "skip":
             return None
-        sizes = [float(torch.linalg.vector_norm(g, torch.inf)) if g.numel() else 0.0 for g in stack.gradients()]
+        sizes = [float(torch.linalg.vector_norm(g, torch.inf)) if g.numel() else 0.0 for g in stack.grads]
         worst = max(range(len(sizes)), key=sizes.__getitem__)
         raise ValueError(
             f"the step of {self._name(stack.group, stack.indices[worst])} overflows {stack.dtype}: its gradient is "

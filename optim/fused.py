@@ -1,12 +1,15 @@
 """The Riemannian Adam step of frames with one scalar second moment, in five products of size n·p², in place.
 
 On the Stiefel manifold with an α-metric, polar retraction and projection transport most of a step happens in p×p: with
-w = β₁m + (1−β₁)G, the product XᵀW gives both the projection and Xᵀm of the new moment; the Gram matrix of the retracted
-point is I + a²mᵀm; and X₊ᵀm = P(Xᵀm − a·mᵀm) needs no product with n. What is left is the gradient's product, its
-projection, mᵀm, the retraction and the transport. Frames go through in chunks whose temporaries fit a cache.
+w = β₁m + (1−β₁)G, the product XᵀW gives both the projection and Xᵀm of the new moment; the gradient's length is that of
+G less its normal part's; the Gram matrix of the retracted point is I + a²mᵀm; and X₊ᵀm = P(Xᵀm − a·mᵀm) needs no
+product with n. What is left is the gradient's product, its projection, mᵀm, the retraction and the transport. Frames
+go through in chunks whose temporaries fit a cache, and the moment is updated where it lies.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +19,30 @@ from ..manifolds.linalg import full_float32_products, polar_factor, skew
 from ..manifolds.polynomial import inverse_sqrt_polynomial
 from .stacking import Chunk, Stack
 
-__all__ = ["fused_adam_step", "has_fused_step"]
+__all__ = ["AdamOptions", "fused_adam_step", "has_fused_step"]
 
 # X₊ has an orthonormality error of its own rounding, and what X had besides; every so many steps the true XᵀX is used,
 # so that rounding cannot add up.
 CORRECTION_INTERVAL = 8
 
-# entries of a chunk: a few arrays of this size fit a cache, and fewer calls would not pay
-CHUNK_ENTRIES = {"cpu": 2**18, "cuda": 2**25}
+# entries of a chunk: enough that calls cost little beside arithmetic, few enough that a chunk stays in a cache
+CHUNK_ENTRIES = {"cpu": 2**20, "cuda": 2**25}
+
+# the gradient's length is taken from ‖G‖² less its normal part where at most four bits cancel
+CANCELLATION = 1 / 16
+
+
+class AdamOptions(NamedTuple):
+    """What all chunks of a step have in common; ``step`` counts from 1."""
+
+    step: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    amsgrad: bool
+    maximize: bool
+    step_scale: str
+    trust_radius: float | None
 
 
 def has_fused_step(manifold: Manifold, second_moment: str) -> bool:
@@ -38,45 +57,20 @@ def has_fused_step(manifold: Manifold, second_moment: str) -> bool:
 
 
 @full_float32_products()
-def fused_adam_step(
-    stack: Stack,
-    grads: Tensor | None,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    amsgrad: bool,
-    maximize: bool,
-    step_scale: str,
-    trust_radius: float | None,
-) -> None:
+def fused_adam_step(stack: Stack, grads: Tensor | None, norms: Tensor, options: AdamOptions) -> None:
     """Step all frames of ``stack`` and its state; equal to :func:`.functional.riemannian_adam_step` to rounding.
 
     Args:
-        grads: the gathered gradients, which are overwritten; None to gather them chunk by chunk. Their norms must be
-            known to be finite and far from overflow, since chunks are written as they are done.
+        grads: the gathered gradients; None to read them chunk by chunk.
+        norms: the Frobenius norms of the frames' gradients, (frames,). They must be finite and far from overflow,
+            since chunks are written as they are done.
     """
     n, p = stack.shape
-    step = stack.step + 1
-    corrected = step % CORRECTION_INTERVAL == 1
     stack.follow_parameters()
-    raw = stack.gradients() if grads is None else None
-    keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
     capped: list[tuple[Chunk, Tensor]] = []
     for chunk in stack.chunks(CHUNK_ENTRIES.get(stack.device.type, 2**25) // max(1, n * p)):
-        frames = chunk.stop - chunk.start
-        if grads is None:
-            assert raw is not None
-            g = stack.gather_gradients(raw, chunk, stack.scratch("g", frames))
-        else:
-            g = grads[chunk.start : chunk.stop]
-        if maximize:
-            g = g.neg_()
-        x, spare = stack.points(chunk, stack.scratch("x", frames)), stack.scratch("spare", frames)
-        state = {key: stack.arrays[key][chunk.start : chunk.stop] for key in keys}
-        x, short = _step_chunk(
-            stack.manifold, x, g, spare, state, step, corrected, lr, betas, eps, step_scale, trust_radius
-        )
+        gradient = _Gradient(stack, chunk, grads, options.maximize)
+        x, short = _step_chunk(stack, chunk, gradient, norms[chunk.start : chunk.stop], options)
         stack.write(x, chunk)
         if short is not None:
             capped.append((chunk, short))
@@ -88,59 +82,74 @@ def fused_adam_step(
         stack.count_capped(flags)
 
 
-def _step_chunk(
-    manifold: Manifold,
-    x: Tensor,
-    g: Tensor,
-    spare: Tensor,
-    state: dict[str, Tensor],
-    step: int,
-    corrected: bool,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    step_scale: str,
-    trust_radius: float | None,
-) -> tuple[Tensor, Tensor | None]:
-    """One step of a chunk; x, g and spare, of shape (b, n, p), are overwritten.
+class _Gradient(NamedTuple):
+    """The gradients of a chunk; ``grads`` are those of the whole stack where they have been gathered."""
 
-    Returns:
-        The new points, and which frames were capped, or None for none.
-    """
+    stack: Stack
+    chunk: Chunk
+    grads: Tensor | None
+    maximize: bool
+
+    def tensor(self) -> Tensor:
+        """(frames, n, p)"""
+        if self.grads is None:
+            g = self.stack.gather_gradients(self.chunk)
+        else:
+            g = self.grads[self.chunk.start : self.chunk.stop]
+        return -g if self.maximize else g
+
+    def mix_into(self, name: str, weight: float) -> None:
+        """m ← m + weight·(G − m) for the chunk of the stack's array ``name``, without a copy of G where that can be."""
+        if self.grads is None and not self.maximize:
+            self.stack.mix_gradients(name, self.chunk, weight)
+        else:
+            self.stack.arrays[name][self.chunk.start : self.chunk.stop].lerp_(self.tensor(), weight)
+
+
+def _step_chunk(
+    stack: Stack, chunk: Chunk, gradient: _Gradient, norms: Tensor, options: AdamOptions
+) -> tuple[Tensor, Tensor | None]:
+    """The new points of a chunk, whose state is updated, and which frames were capped, or None for none."""
+    manifold, (n, p), b = stack.manifold, stack.shape, chunk.stop - chunk.start
     assert isinstance(manifold, Stiefel)
     assert isinstance(manifold.metric, AlphaMetric)
+    step, (beta1, beta2), trust_radius = options.step, options.betas, options.trust_radius
     alpha, metric_a = manifold.metric.alpha, manifold.metric.a
-    (b, n, p), (beta1, beta2) = x.shape, betas
-    m, v = state["exp_avg"], state["exp_avg_sq"]
+    x, spare = stack.points(chunk, stack.scratch("x", b)), stack.scratch("spare", b)
+    m, v = (stack.arrays[key][chunk.start : chunk.stop] for key in ("exp_avg", "exp_avg_sq"))
 
-    # the moment, m ← β₁m + (1−β₁)ξ with ξ = G − X(sym C − (2α+1) skew C), C = XᵀG; m is tangent, so XᵀW has
-    # the symmetric part (1−β₁) sym C and the skew part β₁Xᵀm + (1−β₁) skew C
+    # the moment, m ← β₁m + (1−β₁)ξ with ξ = G − X(sym C − (2α+1) skew C), C = XᵀG; m is tangent, so XᵀW, with
+    # W = β₁m + (1−β₁)G, has the symmetric part (1−β₁) sym C and the skew part β₁Xᵀm + (1−β₁) skew C
     a_old = None if metric_a == 0 else skew(x.mT @ m)
-    w = g.lerp_(m, beta1)
-    inner = x.mT @ w
+    gradient.mix_into("exp_avg", 1 - beta1)
+    inner = x.mT @ m
     twice = inner + inner.mT  # 2 sym(XᵀW)
     rotation = torch.sub(inner, twice, alpha=0.5)
+    # (1−β₁)²‖ξ‖² in the metric
+    whole = norms.square() * (1 - beta1) ** 2
+    square = whole - 0.25 * torch.linalg.vector_norm(twice.view(b, -1), dim=-1).square_()
     if a_old is not None:
-        fresh = rotation - beta1 * a_old
+        fresh = rotation - beta1 * a_old  # (1−β₁) skew C
+        square += (4 * (1 + alpha) ** 2 * (1 - metric_a) - 1) * fresh.square().sum((-2, -1))
         twice.sub_(fresh, alpha=2 * (2 * alpha + 1))
         rotation = beta1 * a_old + (2 * alpha + 2) * fresh
-    w.baddbmm_(x, twice, alpha=-0.5)
+    if not bool((square >= CANCELLATION * whole).all()):
+        xi = manifold.egrad_to_rgrad(x, gradient.tensor())
+        square = manifold.inner(x, xi, xi) * (1 - beta1) ** 2
+    m.baddbmm_(x, twice, alpha=-0.5)
 
-    # the second moment; (1−β₁)ξ is the difference of the moments
-    xi = torch.sub(w, m, alpha=beta1, out=spare)
-    square = torch.linalg.vector_norm(xi.view(b, -1), dim=-1).square_()
-    if a_old is not None:
-        square = square - metric_a * (rotation - beta1 * a_old).square().sum((-2, -1))
-    pooled = n * p if step_scale == "rms" else 1
+    # the second moment
+    pooled = n * p if options.step_scale == "rms" else 1
     v.mul_(beta2).add_(square.view(b, 1, 1), alpha=(1 - beta2) / ((1 - beta1) ** 2 * pooled))
     second = v
-    if "max_exp_avg_sq" in state:
-        second = torch.maximum(state["max_exp_avg_sq"], v, out=state["max_exp_avg_sq"])
-    denominator = (second / (1 - beta2**step)).sqrt_().add_(eps)
-    scale = torch.where(denominator == 0, 0.0, lr / (1 - beta1**step) / denominator)
+    if options.amsgrad:
+        largest = stack.arrays["max_exp_avg_sq"][chunk.start : chunk.stop]
+        second = torch.maximum(largest, v, out=largest)
+    denominator = (second / (1 - beta2**step)).sqrt_().add_(options.eps)
+    scale = torch.where(denominator == 0, 0.0, options.lr / (1 - beta1**step) / denominator)
 
     # the step's length and the spectrum of its Gram matrix
-    gram = w.mT @ w
+    gram = m.mT @ m
     length = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     if metric_a != 0:
         length = length - metric_a * rotation.square().sum((-2, -1))
@@ -148,7 +157,7 @@ def _step_chunk(
     if trust_radius is not None:
         scale = torch.where(length > trust_radius, scale * (trust_radius / length), scale)
     e = gram * scale.square()
-    if corrected:
+    if step % CORRECTION_INTERVAL == 1:
         e += x.mT @ x
         e.diagonal(dim1=-2, dim2=-1).sub_(1)
     high = torch.linalg.vector_norm(e.view(b, -1), dim=-1)
@@ -157,15 +166,16 @@ def _step_chunk(
     polynomial = inverse_sqrt_polynomial(-slack, high + slack, torch.finfo(x.dtype).eps / 4)
 
     # x₊ = (x − a·m)P, then the transport m ← m − x₊ sym(x₊ᵀm)
-    y = x.sub_(torch.mul(w, scale, out=spare))
+    y = x.addcmul_(m, scale, value=-1)
     if polynomial is None:  # far: no polynomial of moderate degree
         x = polar_factor(y, "exact")
-        carried = x.mT @ w
+        carried = x.mT @ m
     else:
         root = polynomial(e)
-        x = torch.bmm(y, root, out=spare)
+        torch.bmm(y, root, out=spare)
+        x = spare
         carried = torch.bmm(root, rotation.sub_(gram.mul_(scale)))
-    torch.baddbmm(w, x, carried + carried.mT, alpha=-0.5, out=m)
+    m.baddbmm_(x, carried + carried.mT, alpha=-0.5)
     capped = None
     if trust_radius is not None and longest > trust_radius:
         capped = (length > trust_radius).view(b)

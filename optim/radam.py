@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .base import ManifoldOptimizer
 from .functional import SECOND_MOMENTS, STEP_SCALES, riemannian_adam_step, second_moment_shape
-from .fused import fused_adam_step, has_fused_step
+from .fused import AdamOptions, fused_adam_step, has_fused_step
 from .plain import adamw_step
 from .stacking import Stack
 
@@ -161,9 +161,10 @@ class RiemannianAdam(ManifoldOptimizer):
     def _has_fast_step(self, stack: Stack) -> bool:
         return has_fused_step(stack.manifold, stack.group["second_moment"])
 
-    def _fast_step(self, stack: Stack, grads: Tensor | None) -> None:
+    def _fast_step(self, stack: Stack, grads: Tensor | None, norms: Tensor) -> None:
         names = ("betas", "eps", "amsgrad", "maximize", "step_scale", "trust_radius")
-        fused_adam_step(stack, grads, lr=_frame_lr(stack.group), **{name: stack.group[name] for name in names})
+        options = {name: stack.group[name] for name in names}
+        fused_adam_step(stack, grads, norms, AdamOptions(step=stack.step + 1, lr=_frame_lr(stack.group), **options))
 
     def _stack_step(self, stack: Stack, grads: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         group, arrays = stack.group, stack.arrays

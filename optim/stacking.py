@@ -48,9 +48,11 @@ class Stack:
         self.dtype = compute_dtype(self.locals[0].dtype)  # of the arithmetic and the state
         self.device = self.locals[0].device
         self.arrays: dict[str, Tensor] = {}
+        self.grads: list[Tensor] = []  # of each parameter, while a step is taken
         self.step = 0
         self._chunks: dict[int, list[Chunk]] = {}
         self._scratch: dict[str, Tensor] = {}
+        self._frames: dict[tuple[str, int], tuple[Tensor, list[Tensor]]] = {}
         self._states: list[dict[str, Any]] = []
         self._steps: list[Tensor] = []
 
@@ -83,15 +85,32 @@ class Stack:
         flat = [t.reshape(-1, *self.shape) for t in tensors]
         return torch.cat(flat, out=out) if flat else torch.zeros(0, *self.shape, dtype=self.dtype, device=self.device)
 
-    def gradients(self) -> list[Tensor]:
-        return [local(p.grad) for p in self.params if p.grad is not None]
-
-    def gather_gradients(self, grads: Sequence[Tensor], chunk: Chunk, out: Tensor | None = None) -> Tensor:
-        """The gradients of a chunk's frames, of one tensor a parameter."""
+    def gather_gradients(self, chunk: Chunk) -> Tensor:
+        """The gradients of a chunk's frames."""
         if chunk.single:
-            return self.gather([grads[i] for i, _, _ in chunk.pieces], out)
-        flat = [grads[i].reshape(-1, *self.shape)[first:last] for i, first, last in chunk.pieces]
-        return self.gather(flat, out)
+            return self.gather([self.grads[i] for i, _, _ in chunk.pieces])
+        return self.gather([self.grads[i].reshape(-1, *self.shape)[first:last] for i, first, last in chunk.pieces])
+
+    def mix_gradients(self, name: str, chunk: Chunk, weight: float) -> None:
+        """m ← m + weight·(G − m) for the array ``name`` and the frames of a chunk, without a copy of G."""
+        m = self.arrays[name][chunk.start : chunk.stop]
+        if any(g.dtype != m.dtype for g in self.grads):
+            m.lerp_(self.gather_gradients(chunk), weight)
+        elif chunk.single:
+            grads = [self.grads[i] for i, _, _ in chunk.pieces]
+            torch._foreach_lerp_(list(m.unbind(0)), grads, weight)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            for i, first, last in chunk.pieces:
+                here, m = m[: last - first], m[last - first :]
+                here.lerp_(self.grads[i].reshape(-1, *self.shape)[first:last], weight)
+
+    def gradient_norms(self) -> Tensor:
+        """The Frobenius norms (frames,) of the gradients."""
+        if self.grads and all(g.ndim == 2 for g in self.grads):
+            norms = torch._foreach_norm(self.grads, 2, self.dtype)  # pyright: ignore[reportPrivateImportUsage]
+            return torch.stack(norms)
+        flat = [g.reshape(-1, *self.shape) for g in self.grads]
+        return torch.cat([torch.linalg.vector_norm(t, dim=(-2, -1), dtype=self.dtype) for t in flat])
 
     def follow_parameters(self) -> None:
         """Project half-precision frames anew that somebody else has written to since their last step."""
@@ -117,7 +136,8 @@ class Stack:
         if self.is_half:
             self.arrays["master"][chunk.start : chunk.stop].copy_(x)
         if chunk.single:
-            parts = list(x.unbind(0))
+            kept, parts = self._frames.get(("spare", len(x)), (None, []))
+            parts = parts if kept is x else list(x.unbind(0))
         else:
             sizes = [last - first for _, first, last in chunk.pieces]
             parts = [part.view(t.shape) for part, t in zip(x.split(sizes), chunk.targets, strict=True)]
@@ -125,10 +145,14 @@ class Stack:
 
     def scratch(self, name: str, frames: int) -> Tensor:
         """A work array (frames, n, p) that is kept from step to step: fresh memory costs more than arithmetic here."""
-        found = self._scratch.get(name)
-        if found is None or found.shape[0] < frames:
-            found = self._scratch[name] = torch.empty(frames, *self.shape, dtype=self.dtype, device=self.device)
-        return found[:frames]
+        if (name, frames) not in self._frames:
+            found = self._scratch.get(name)
+            if found is None or found.shape[0] < frames:
+                found = self._scratch[name] = torch.empty(frames, *self.shape, dtype=self.dtype, device=self.device)
+            part = found[:frames]
+            # views of single frames, which are written one by one, cost as much as writing small ones
+            self._frames[name, frames] = part, list(part.unbind(0))
+        return self._frames[name, frames][0]
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -177,6 +201,8 @@ class Stack:
 
 def local(t: Tensor) -> Tensor:
     """The part of a sharded tensor that this process holds; any other tensor itself."""
+    if type(t) is Tensor:
+        return t
     return t.to_local() if hasattr(t, "to_local") else t  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -1,4 +1,4 @@
-"""The command: ``python -m geodescent.benchmarks [steps|training|growth|memory|drift|all]``."""
+"""The command: ``python -m geodescent.benchmarks [steps|bounds|training|growth|memory|drift|all]``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 import typer
 from rich.console import Console
 
+from .bounds import measure_bounds
 from .drift import measure_drift
 from .growth import SERIES, Series, measure_growth
 from .memory import measure_memory
@@ -35,6 +36,7 @@ class Benchmark(StrEnum):
     """What can be measured."""
 
     steps = "steps"
+    bounds = "bounds"
     training = "training"
     growth = "growth"
     memory = "memory"
@@ -84,6 +86,7 @@ def _benchmarks(quick: bool, rounds: int | None, device: str, seed: int) -> dict
     shapes = SHAPES[:1] if quick else SHAPES
     return {
         "steps": lambda: measure_steps(rounds=count(25, 5), **options),
+        "bounds": lambda: measure_bounds(rounds=count(15, 5), **options),
         "training": lambda: measure_training(rounds=count(15, 3), warmup=1 if quick else 2, **options),
         "growth": lambda: measure_growth(series, rounds=count(15, 5), **options),
         "memory": lambda: measure_memory(shapes, **options),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -78,9 +79,9 @@ class Stack:
 
     def gather(self, tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """A copy of tensors (*batch, n, p) as (frames, n, p), in the precision of the arithmetic."""
-        if any(t.dtype != self.dtype for t in tensors):
+        if {t.dtype for t in tensors} != {self.dtype}:
             tensors = [t.to(self.dtype) for t in tensors]
-        if all(t.ndim == 2 for t in tensors) and tensors:
+        if {t.ndim for t in tensors} == {2}:
             return torch.stack(tensors, out=out)  # pyright: ignore[reportCallIssue, reportArgumentType]
         flat = [t.reshape(-1, *self.shape) for t in tensors]
         return torch.cat(flat, out=out) if flat else torch.zeros(0, *self.shape, dtype=self.dtype, device=self.device)
@@ -94,7 +95,7 @@ class Stack:
     def mix_gradients(self, name: str, chunk: Chunk, weight: float) -> None:
         """m ← m + weight·(G − m) for the array ``name`` and the frames of a chunk, without a copy of G."""
         m = self.arrays[name][chunk.start : chunk.stop]
-        if any(g.dtype != m.dtype for g in self.grads):
+        if {g.dtype for g in self.grads} != {self.dtype}:
             m.lerp_(self.gather_gradients(chunk), weight)
         elif chunk.single:
             grads = [self.grads[i] for i, _, _ in chunk.pieces]
@@ -106,7 +107,7 @@ class Stack:
 
     def gradient_norms(self) -> Tensor:
         """The Frobenius norms (frames,) of the gradients."""
-        if self.grads and all(g.ndim == 2 for g in self.grads):
+        if {g.ndim for g in self.grads} == {2}:
             norms = torch._foreach_norm(self.grads, 2, self.dtype)  # pyright: ignore[reportPrivateImportUsage]
             return torch.stack(norms)
         flat = [g.reshape(-1, *self.shape) for g in self.grads]
@@ -187,7 +188,7 @@ class Stack:
         """Whether the states still are this stack's views, and not values that somebody put in their place."""
         if not self.params or states.get(self.params[0]) is not self._states[0]:
             return False
-        return all(state.get("step") is step for state, step in zip(self._states, self._steps, strict=True))
+        return all(map(operator.is_, [state.get("step") for state in self._states], self._steps))
 
     def advance(self) -> None:
         self.step += 1

@@ -21,10 +21,10 @@ CHUNK = 2**20
 PARTS = ("five products", "gradient norms", "moment", "points in", "points out", "x − a·m")
 
 NOTES = (
-    "five products: XᵀW, W − XS, mᵀm, YP, m − XS on chunks of the step's size, into memory that is there. Gradient norms "
-    "are read before anything is written, so that a NaN changes nothing; moment: β₁m + (1−β₁)G into the state; points "
-    "in, out: copies of separate parameters to one batch and back. Each part is one torch call, over all parameters or "
-    "over a chunk.",
+    "five products: XᵀW, W − XS, mᵀm, YP, m − XS on chunks of the step's size, into memory that is there. Gradient "
+    "norms are read before anything is written, so that a NaN changes nothing; moment: β₁m + (1−β₁)G into the state; "
+    "points in, out: copies of separate parameters to one batch and back. Each part is one torch call, over all "
+    "parameters or over a chunk.",
     "Their sum is what a step made of torch's calls can come down to; the rest of ours is p×p arithmetic and Python.",
 )
 

@@ -164,7 +164,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                     stack.grads = []
         return loss
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # pyright: ignore[reportAttributeAccessIssue]
     def _step_everything(self) -> None:
         stacks, plain = [], []
         for group in self.param_groups:

@@ -157,14 +157,14 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._step_everything()
+            self._step_everything()  # pyright: ignore[reportAttributeAccessIssue]
         finally:
             for _, stacks, _ in self._stacks.values():
                 for stack in stacks:
                     stack.grads = []
         return loss
 
-    @torch.compiler.disable  # pyright: ignore[reportAttributeAccessIssue]
+    @torch.compiler.disable  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     def _step_everything(self) -> None:
         stacks, plain = [], []
         for group in self.param_groups:

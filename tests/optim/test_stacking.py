@@ -199,3 +199,51 @@ def test_rounding_does_not_add_up(shape):
         assert manifold.point_error(p.detach()) < 3e-6
     moment = optimizer.state[p]["exp_avg"]
     assert manifold.tangent_error(p.detach(), moment) < 2e-6 * float(moment.abs().max()) + 1e-6
+
+
+@pytest.mark.parametrize("manifold", FUSED, ids=repr)
+@pytest.mark.parametrize(("dtype", "accuracy"), [(torch.float64, 1e-9), (torch.float32, 2e-3)], ids=str)
+@pytest.mark.parametrize("tangent", [1.0, 0.2, 1e-3, 0.0])
+def test_a_gradient_that_is_nearly_normal_keeps_its_own_length(manifold, dtype, accuracy, tangent):
+    """G = XS + a small tangent part, as near a minimum: ‖ξ‖² = ‖G‖² − ‖XS‖² would lose all digits."""
+    x = points(manifold, 3, 12, 4, dtype=torch.float64)
+    s = draw((3, 4, 4), 1)
+    xi = manifold.random_tangent(x, generator=torch.Generator().manual_seed(2))
+    # the ambient gradient whose Riemannian gradient is ``tangent`` times xi, by the definition of the Riesz representer
+    basis = manifold.tangent_basis(x)
+    riesz = manifold.inner(x[:, None], basis, xi[:, None])  # <b, xi> = <b, G>_F for all tangent b
+    gram = (basis.flatten(-2) @ basis.flatten(-2).mT).double()
+    lift = torch.linalg.lstsq(gram, riesz[..., None]).solution
+    g = x @ (s + s.mT) + tangent * (basis * lift[..., None]).sum(1)
+    p = ManifoldParameter(x.to(dtype), manifold, project=True)
+    optimizer = RiemannianAdam([p], lr=1e-3, step_scale="frobenius")
+    p.grad = g.to(dtype)
+    optimizer.step()
+    v = optimizer.state[p]["exp_avg_sq"].flatten().double()
+    expected = torch.full((3,), 1e-3 * tangent**2, dtype=torch.float64)
+    # the tangent part itself is rounded with G: ‖XS‖·eps beside ``tangent``
+    noise = 1e-3 * (20 * torch.finfo(dtype).eps * g.norm(dim=(-2, -1)).max()) ** 2
+    torch.testing.assert_close(v, expected, rtol=accuracy, atol=float(noise))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batched", [False, True])
+def test_many_half_precision_frames_are_stepped_in_float32(dtype, batched):
+    """More entries than are gathered at once: lengths of gradients are taken in float32 there too."""
+    start = points(Stiefel(), 80, 128, 64, dtype=torch.float32)
+    grads = draw((3, *start.shape), 3, torch.float32).to(dtype)
+
+    parts = [start] if batched else list(start)
+    half = [ManifoldParameter(part.to(dtype), Stiefel(), project=True) for part in parts]
+    single = [ManifoldParameter(Stiefel().project_point(p.detach().float()), Stiefel()) for p in half]
+    optimizers = [RiemannianAdam(half, lr=1e-3), RiemannianAdam(single, lr=1e-3)]
+    for g in grads:
+        for params, cast in ((half, dtype), (single, torch.float32)):
+            for p, part in zip(params, [g] if batched else list(g), strict=True):
+                p.grad = part.to(cast)
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(half, single, strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(optimizers[0].state[p][key], optimizers[1].state[q][key], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(optimizers[0].state[p]["master"], q.detach(), rtol=0, atol=1e-5)

@@ -198,11 +198,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         params = group["params"]
         grads = [p.grad for p in params]
         present = [g is not None for g in grads]
-        # what a stack was made for: the same parameters, storage and options
+        # what a stack was made for: the same parameters, storage (and with it the type) and options
         signature = (
             present,
             [p.data_ptr() for p in params],
-            [p.dtype for p in params],
             id(group["manifold"]),
             list(self._trailing_shapes(1, 1, group)),
         )

@@ -146,7 +146,9 @@ def _step_chunk(
         largest = stack.arrays["max_exp_avg_sq"][chunk.start : chunk.stop]
         second = torch.maximum(largest, v, out=largest)
     denominator = (second / (1 - beta2**step)).sqrt_().add_(options.eps)
-    scale = torch.where(denominator == 0, 0.0, options.lr / (1 - beta1**step) / denominator)
+    scale = (options.lr / (1 - beta1**step)) / denominator
+    if options.eps == 0:
+        scale = torch.where(denominator == 0, 0.0, scale)
 
     # the step's length and the spectrum of its Gram matrix
     gram = m.mT @ m
@@ -154,14 +156,15 @@ def _step_chunk(
     if metric_a != 0:
         length = length - metric_a * rotation.square().sum((-2, -1))
     length = length.clamp_(min=0).sqrt_().view(b, 1, 1) * scale
-    if trust_radius is not None:
-        scale = torch.where(length > trust_radius, scale * (trust_radius / length), scale)
+    capped = None
+    if trust_radius is not None and float(length.max()) > trust_radius:
+        too_long = length > trust_radius
+        scale, capped = torch.where(too_long, scale * (trust_radius / length), scale), too_long.view(b)
     e = gram * scale.square()
     if step % CORRECTION_INTERVAL == 1:
         e += x.mT @ x
         e.diagonal(dim1=-2, dim2=-1).sub_(1)
-    high = torch.linalg.vector_norm(e.view(b, -1), dim=-1)
-    longest, high = torch.stack([length.max(), high.max()]).tolist()
+    high = float(torch.linalg.vector_norm(e.view(b, -1), dim=-1).max())
     slack = 8 * p * torch.finfo(x.dtype).eps
     polynomial = inverse_sqrt_polynomial(-slack, high + slack, torch.finfo(x.dtype).eps / 4)
 
@@ -176,7 +179,4 @@ def _step_chunk(
         x = spare
         carried = torch.bmm(root, rotation.sub_(gram.mul_(scale)))
     m.baddbmm_(x, carried + carried.mT, alpha=-0.5)
-    capped = None
-    if trust_radius is not None and longest > trust_radius:
-        capped = (length > trust_radius).view(b)
     return x, capped

@@ -124,9 +124,11 @@ class Stack:
 
     def points(self, chunk: Chunk, out: Tensor | None = None) -> Tensor:
         """A copy of the points that are stepped: the float32 copies of half-precision frames, else the parameters."""
-        return (
-            self.arrays["master"][chunk.start : chunk.stop].clone() if self.is_half else self.gather(chunk.targets, out)
-        )
+        if self.is_half:
+            return self.arrays["master"][chunk.start : chunk.stop].clone()
+        if chunk.single:
+            return torch.stack(chunk.targets, out=out)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return self.gather(chunk.targets, out)
 
     def all_points(self) -> Tensor:
         """:meth:`points` of the whole stack."""

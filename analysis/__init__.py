@@ -15,6 +15,7 @@ from .checkpoints import Checkpoint
 from .drift import DriftReport, LayerDrift, drift
 from .entropy import attention_entropy, weights_entropy
 from .geometry import AttentionGeometry, LayerGeometry, attention_geometry
+from .hessian import HessianSpectrum, hessian_condition_number, model_hessian
 from .invariance import (
     EquivarianceCertificate,
     GaugeCertificate,
@@ -57,6 +58,7 @@ __all__ = [
     "EquivarianceCertificate",
     "GaugeCertificate",
     "GeometryTracker",
+    "HessianSpectrum",
     "LayerDrift",
     "LayerGeometry",
     "NoetherResidual",
@@ -78,8 +80,10 @@ __all__ = [
     "drift",
     "equivariance_certificate",
     "gauge_certificate",
+    "hessian_condition_number",
     "key_bias_orbit",
     "logit_shift_orbit",
+    "model_hessian",
     "noether_residual",
     "norm_scale_orbit",
     "principal_angles",

@@ -75,18 +75,6 @@ class AuditReport(Result):
         """The names of the parameters, in their order."""
         return list(dict.fromkeys(row.name for row in self.rows))
 
-    def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame``, a line a row.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise ImportError("to_pandas() needs pandas: pip install pandas, or read to_dict()") from error
-        return pd.DataFrame([row.to_dict() for row in self.rows])
-
     def _title(self) -> str:
         return f"Audit of {self.optimizer}: {self.steps} steps, efficiency in the norm {self.norm!r}"
 

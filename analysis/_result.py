@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+
+from ._conversion import pandas, restore
 
 
 def plain(value: Any) -> Any:
@@ -74,6 +77,63 @@ class Result:
         """Every field, as plain Python values (non-finite floats stay floats)."""
         return {field.name: plain(getattr(self, field.name)) for field in self._fields()}
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> typing.Self:
+        """The result that gave ``values`` by :meth:`to_dict`; arrays come back as float64.
+
+        Raises:
+            ValueError: values are missing or left over; they are named.
+        """
+        hints = typing.get_type_hints(cls)
+        names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if names != set(values):
+            missing, left = sorted(names - set(values)), sorted(set(values) - names)
+            raise ValueError(f"values must be what {cls.__name__}.to_dict() gives; missing {missing}, left over {left}")
+        return cls(**{name: restore(hints[name], value) for name, value in values.items()})
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame``: a line a part (a layer, a row) of a result that has parts, else one line.
+
+        Numbers a head stay together in one cell; ``frame.explode([...])`` gives them lines of their own. What belongs
+        to the whole is in ``frame.attrs``.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        values, parts = self.to_dict(), self._parts()
+        lines = values.pop(parts[0]) if parts else [values]
+        pd = pandas()
+        names = [f.name for f in dataclasses.fields(parts[1] if parts else type(self))]  # type: ignore[arg-type]
+        columns = {name: [line[name] for line in lines] for name in names}
+        # pandas would make NaN of None
+        frame = pd.DataFrame(
+            {name: pd.Series(cells, dtype=object) if None in cells else cells for name, cells in columns.items()}
+        )
+        frame.attrs = values if parts else {}
+        return frame
+
+    @classmethod
+    def from_pandas(cls, frame: Any) -> typing.Self:
+        """The result that gave ``frame`` by :meth:`to_pandas`, with the lines that it has now."""
+        parts = cls._parts()
+        # one column at a time: a row of mixed columns would turn whole numbers into floats
+        columns = {name: [_plain_cell(cell) for cell in frame[name]] for name in frame.columns}
+        lines = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+        if parts:
+            return cls.from_dict({**frame.attrs, parts[0]: lines})
+        if len(lines) != 1:
+            raise ValueError(f"frame must have one line, found {len(lines)}")
+        return cls.from_dict(lines[0])
+
+    @classmethod
+    def _parts(cls) -> tuple[str, Any] | None:
+        """The field that holds results, and their class."""
+        for name, hint in typing.get_type_hints(cls).items():
+            kinds = typing.get_args(hint) if typing.get_origin(hint) is tuple else ()
+            if len(kinds) == 2 and isinstance(kinds[0], type) and issubclass(kinds[0], Result):
+                return name, kinds[0]
+        return None
+
     def _fields(self) -> tuple[dataclasses.Field[Any], ...]:
         return dataclasses.fields(self)  # type: ignore[arg-type]
 
@@ -91,6 +151,11 @@ class Result:
 
     def _repr_html_(self) -> str:
         return html_table(self._title(), self._header(), self._rows())
+
+
+def _plain_cell(cell: Any) -> Any:
+    """What ``to_dict()`` had where pandas holds a scalar of numpy's."""
+    return cell.item() if isinstance(cell, np.generic) else cell
 
 
 def axes(ax: Any) -> Any:

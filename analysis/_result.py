@@ -79,17 +79,18 @@ class Result:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> typing.Self:
-        """The result that gave ``values`` by :meth:`to_dict`; arrays come back as float64.
+        """The result that gave ``values`` by :meth:`to_dict`; arrays come back as float64, what it left out as None.
 
         Raises:
             ValueError: values are missing or left over; they are named.
         """
         hints = typing.get_type_hints(cls)
         names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        if names != set(values):
-            missing, left = sorted(names - set(values)), sorted(set(values) - names)
+        left = sorted(set(values) - names)
+        missing = sorted(n for n in names - set(values) if type(None) not in typing.get_args(hints[n]))
+        if missing or left:
             raise ValueError(f"values must be what {cls.__name__}.to_dict() gives; missing {missing}, left over {left}")
-        return cls(**{name: restore(hints[name], value) for name, value in values.items()})
+        return cls(**{name: restore(hints[name], values.get(name)) for name in names})
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame``: a line a part (a layer, a row) of a result that has parts, else one line.
@@ -103,7 +104,8 @@ class Result:
         values, parts = self.to_dict(), self._parts()
         lines = values.pop(parts[0]) if parts else [values]
         pd = pandas()
-        names = [f.name for f in dataclasses.fields(parts[1] if parts else type(self))]  # type: ignore[arg-type]
+        all_names = [f.name for f in dataclasses.fields(parts[1] if parts else type(self))]  # type: ignore[arg-type]
+        names = [name for name in all_names if not lines or name in lines[0]]
         columns = {name: [line[name] for line in lines] for name in names}
         # pandas would make NaN of None
         frame = pd.DataFrame(

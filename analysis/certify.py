@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -14,13 +15,18 @@ from ..manifolds import Manifold, ManifoldParameter, NotOnManifoldError
 from ._arrays import frobenius, ratio
 from ._result import Result, html_table, text_table
 from .certificates import (
+    ConditioningCertificate,
     SteepestDescentCertificate,
     conditioning_certificate,
     has_conditioning_bound,
     steepest_descent_certificate,
 )
 from .invariance import (
+    EquivarianceCertificate,
+    GaugeCertificate,
+    ScaleFreeCertificate,
     StepFn,
+    WeightDecayCertificate,
     equivariance_certificate,
     gauge_certificate,
     scale_free_certificate,
@@ -29,16 +35,18 @@ from .invariance import (
 
 OptimizerFactory = Callable[[list[ManifoldParameter]], torch.optim.Optimizer]
 
+_KINDS: dict[str, type[Result]] = {
+    "steepest descent": SteepestDescentCertificate,
+    "scale-free": ScaleFreeCertificate,
+    "conditioning": ConditioningCertificate,
+    "equivariance": EquivarianceCertificate,
+    "weight decay": WeightDecayCertificate,
+    "gauge covariance": GaugeCertificate,
+    "spectral steepest descent": SteepestDescentCertificate,
+}
+
 #: The certificates, by the names that ``claims`` uses.
-CERTIFICATES = (
-    "steepest descent",
-    "scale-free",
-    "conditioning",
-    "equivariance",
-    "weight decay",
-    "gauge covariance",
-    "spectral steepest descent",
-)
+CERTIFICATES = tuple(_KINDS)
 
 # a step is steepest in one norm or in another, and both only by chance
 _STEEPEST = frozenset({"steepest descent", "spectral steepest descent"})
@@ -85,6 +93,11 @@ class CertificateReport(Result):
     certificates: dict[str, Result]
 
     _table: ClassVar = ("certificate", "quantity", "value", "bound", "holds", "claimed")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        found = {name: _KINDS[name].from_dict(value) for name, value in values["certificates"].items()}
+        return dataclasses.replace(super().from_dict({**values, "certificates": {}}), certificates=found)
 
     def _title(self) -> str:
         shape = "×".join(map(str, self.shape))

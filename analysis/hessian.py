@@ -29,8 +29,8 @@ class HessianSpectrum(Result):
     the longest to the shortest length that it gives to a vector of Frobenius norm 1.)
 
     ``definite``: True if every eigenvalue is positive by these bounds, False if one is negative, None if neither is
-    known. ``condition_number``: largest over smallest where no eigenvalue below 0 was found, infinite where the smallest
-    is 0 within its error, NaN where one is negative: the ends of the spectrum then say nothing of what is near 0.
+    known. ``condition_number``: largest over smallest where no eigenvalue below 0 was found, infinite where the
+    smallest is 0 within its error, NaN where one is negative: the ends then say nothing of what is near 0.
 
     ``gradient_norm``: of the Riemannian gradient. Where it is not 0 the Hessian depends on the metric's connection, and
     not on the function alone. ``dimension``: of the space less what was deflated. ``products``: Hessian-vector
@@ -256,7 +256,8 @@ class _ProductSpace:
 
     def random(self, seed: int) -> Tensor:
         """A direction that is uniform in the ambient inner product."""
-        generator = torch.Generator().manual_seed(seed)
+        # a stream of its own: the one of this seed may have made the point, and gives no tangent direction again
+        generator = torch.Generator().manual_seed(seed + 0x4C616E637A6F73)
         noise = [torch.randn(x.shape, dtype=torch.float64, generator=generator).to(x.device) for x in self.points]
         return self.join(self.project(noise))
 

@@ -87,7 +87,8 @@ def lanczos(
     beta = float(inner(w, w).clamp(min=0).sqrt())
     if not beta > 1e-12 * size:
         raise ValueError("start must have a part outside of the deflated span, found none")
-    scale = 0.0
+    scale, k = 0.0, 0
+    values = errors = np.zeros(0)
     for k in range(1, min(steps, dimension) + 1):
         basis = torch.cat([basis, (w / beta)[None]])
         w = within(apply(basis[-1]))

@@ -42,7 +42,7 @@ def audited(steps=2):
     with analysis.audit(optimizer, model) as watched:
         for _ in range(steps):
             optimizer.zero_grad()
-            sum((q.sin() ** 2).sum() for q in model.values()).backward()
+            torch.stack([(q.sin() ** 2).sum() for q in model.values()]).sum().backward()
             optimizer.step()
     return watched.report()
 
@@ -68,6 +68,7 @@ RESULTS = {
     "steepest, spectral": lambda: analysis.steepest_descent_certificate(MANIFOLD, X, G, STEP, norm="spectral"),
     "certify": lambda: analysis.certify(adam, MANIFOLD, (6, 2), steps=2),
     "certify row": lambda: analysis.certify(adam, MANIFOLD, (6, 2), steps=2).rows[0],
+    "Hessian": lambda: analysis.hessian_condition_number(MANIFOLD, lambda x: (G * x).sin().sum(), X),
     "scale-free": lambda: analysis.scale_free_certificate(step_fn, X, GRADIENTS),
     "equivariance": lambda: analysis.equivariance_certificate(step_fn, X, GRADIENTS),
     "gauge": lambda: analysis.gauge_certificate(step_fn, X, GRADIENTS),

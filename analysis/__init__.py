@@ -38,9 +38,11 @@ from .orbits import (
     rescaling_orbit,
     vo_orbit,
 )
+from .pictures import plot_angles, plot_certificates, plot_decay, plot_drift, plot_spectra, plot_tracks
 from .spectra import condition_number, principal_angles, procrustes_distance, singular_spectrum, subspace_distance
 from .symmetry import NoetherResidual, VerticalPart, noether_residual, vertical_part
 from .tracker import GeometryTracker
+from .weight_decay import DecayArm, WeightDecayDrift, weight_decay_drift
 
 __all__ = [
     "CERTIFICATES",
@@ -54,6 +56,7 @@ __all__ = [
     "CertificateRow",
     "Checkpoint",
     "ConditioningCertificate",
+    "DecayArm",
     "DriftReport",
     "EquivarianceCertificate",
     "GaugeCertificate",
@@ -70,6 +73,7 @@ __all__ = [
     "SteepestDescentCertificate",
     "VerticalPart",
     "WeightDecayCertificate",
+    "WeightDecayDrift",
     "attention_entropy",
     "attention_geometry",
     "audit",
@@ -86,6 +90,12 @@ __all__ = [
     "model_hessian",
     "noether_residual",
     "norm_scale_orbit",
+    "plot_angles",
+    "plot_certificates",
+    "plot_decay",
+    "plot_drift",
+    "plot_spectra",
+    "plot_tracks",
     "principal_angles",
     "procrustes_distance",
     "qk_orbit",
@@ -100,5 +110,6 @@ __all__ = [
     "vertical_part",
     "vo_orbit",
     "weight_decay_certificate",
+    "weight_decay_drift",
     "weights_entropy",
 ]

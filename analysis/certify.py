@@ -116,6 +116,12 @@ class CertificateReport(Result):
         note = f"{verdict[self.consistent]}; cosine with steepest descent, step by step: {lag}"
         return note + ("; the optimizer LEFT the manifold" if self.left_manifold else "")
 
+    def plot(self, ax: Any = None) -> Any:
+        """Each certificate over its bound; see :func:`~geodescent.analysis.pictures.plot_certificates`."""
+        from .pictures import plot_certificates
+
+        return plot_certificates(self, ax)
+
     def __repr__(self) -> str:
         return f"{self._title()}\n{text_table(self._table, self._cells())}\n{self._notes()}"
 

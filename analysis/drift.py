@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ._result import Result, axes
+from ._result import Result
 from ._screen import bands, fits, median
 from .geometry import AttentionGeometry, LayerGeometry
 from .head_weights import HeadWeights
@@ -58,20 +58,10 @@ class DriftReport(Result):
         return rows
 
     def plot(self, ax: Any = None) -> Any:
-        """Subspace distance of Q and K a head, as a share of that of random subspaces where known. Returns the axes."""
-        ax = axes(ax)
-        labels = [f"{layer.name} {head}" for layer in self.layers for head in range(layer.num_heads)]
-        for side, offset in (("query", -0.2), ("key", 0.2)):
-            heights: list[float] = []
-            for layer in self.layers:
-                unit = getattr(layer, f"random_{side}_distance") or 1.0
-                heights += [value / unit for value in getattr(layer, f"{side}_distance").tolist()]
-            ax.bar([i + offset for i in range(len(labels))], heights, width=0.4, label=side)
-        ax.set_xticks(range(len(labels)), labels, rotation=90)
-        shares = all(layer.random_query_distance is not None for layer in self.layers)
-        ax.set_ylabel("subspace distance" + (", random subspaces = 1" if shares else ""))
-        ax.legend()
-        return ax
+        """Subspace distances by layer and head; see :func:`~geodescent.analysis.pictures.plot_drift`."""
+        from .pictures import plot_drift
+
+        return plot_drift(self, ax)
 
 
 def drift(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ._result import Result, axes
+from ._result import Result
 from ._screen import bands, fits, median
 from .layer_geometry import LayerGeometry, measure
 from .sources import Given, Heads, Layouts, open_layers
@@ -54,16 +54,10 @@ class AttentionGeometry(Result):
         return rows
 
     def plot(self, ax: Any = None) -> Any:
-        """The circuit's singular values against their index, a line a head. Returns the matplotlib axes."""
-        ax = axes(ax)
-        for i, layer in enumerate(self.layers):
-            for head, values in enumerate(layer.spectrum):
-                label = layer.name if head == 0 else None
-                ax.plot(range(1, len(values) + 1), values.tolist(), color=f"C{i % 10}", alpha=0.7, label=label)
-        ax.set_xlabel("index")
-        ax.set_ylabel("singular value of the QK circuit")
-        ax.legend()
-        return ax
+        """The circuits' singular values; see :func:`~geodescent.analysis.pictures.plot_spectra`."""
+        from .pictures import plot_spectra
+
+        return plot_spectra(self, ax)
 
 
 def attention_geometry(

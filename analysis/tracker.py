@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ._result import axes, text_table
+from ._result import text_table
 from .drift import drift
 from .geometry import attention_geometry
 
@@ -98,20 +98,10 @@ class GeometryTracker:
         return pandas.DataFrame(columns).set_index("step") if columns else pandas.DataFrame()
 
     def plot(self, ax: Any = None, quantities: tuple[str, ...] = ("query_distance", "key_distance")) -> Any:
-        """Lines of the quantities against the step: the mean bold, every head faint. Returns the axes."""
-        ax = axes(ax)
-        columns = self.to_dict()
-        steps = columns.get("step", [])
-        for i, quantity in enumerate(quantities):
-            for name, values in columns.items():
-                if name == f"mean/{quantity}" or name == quantity:
-                    ax.plot(steps, values, color=f"C{i}", linewidth=2, label=quantity)
-                elif name.endswith(f"/{quantity}"):
-                    ax.plot(steps, values, color=f"C{i}", alpha=0.3, linewidth=0.8)
-        ax.set_xlabel("step")
-        if columns:
-            ax.legend()
-        return ax
+        """Quantities against the step; see :func:`~geodescent.analysis.pictures.plot_tracks`."""
+        from .pictures import plot_tracks
+
+        return plot_tracks(self, ax, quantities=quantities)
 
     def __repr__(self) -> str:
         shown = [key for key in (self.rows[-1] if self.rows else {}) if "/" not in key or key.startswith("mean/")]

@@ -10,12 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogFormatter
 
+from ..analysis.pictures import OKABE_ITO
 from .statistics import PairedDifference
 
 __all__ = ["Curve", "arm_colors", "mean_curve", "plot_curves", "plot_differences", "plot_headline"]
 
-# Okabe & Ito's palette, distinguishable under the common colour blindnesses; yellow is left out, it vanishes on white
-_OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", ":")
 
 
@@ -32,7 +31,7 @@ class Curve:
 
 def arm_colors(arms: Sequence[str]) -> dict[str, str]:
     """A colour an arm, by its place."""
-    return {arm: _OKABE_ITO[i % len(_OKABE_ITO)] for i, arm in enumerate(arms)}
+    return {arm: OKABE_ITO[i % len(OKABE_ITO)] for i, arm in enumerate(arms)}
 
 
 def mean_curve(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray]:

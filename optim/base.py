@@ -172,6 +172,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             stacks.extend(mine)
             if rest:
                 plain.append((rest, group))
+        self._step_sorted(stacks, plain)
+
+    def _step_sorted(self, stacks: list[Stack], plain: list[tuple[list[Tensor], dict[str, Any]]]) -> None:
+        """Step stacks, which hold their gradients, and plain parameters with their groups: all of them, or none."""
         gathered, norms, tame = self._gather(stacks, plain)
         if not tame and not self._gradients_are_finite():
             return
@@ -203,6 +207,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             present,
             [p.data_ptr() for p in params],
             id(group["manifold"]),
+            group.get("capturable"),
             list(self._trailing_shapes(1, 1, group)),
         )
         known = self._stacks.get(id(group))

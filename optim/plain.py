@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-__all__ = ["adamw_step", "sgd_step"]
+__all__ = ["adamw_step", "found_inf_adamw_step", "sgd_step"]
 
 
 def adamw_step(states: MutableMapping[Tensor, dict[str, Any]], params: Sequence[Tensor], group: dict[str, Any]) -> None:
@@ -40,6 +40,53 @@ def adamw_step(states: MutableMapping[Tensor, dict[str, Any]], params: Sequence[
         maximize=group["maximize"],
         has_complex=any(torch.is_complex(p) for p in params),
     )
+
+
+def found_inf_adamw_step(
+    states: MutableMapping[Tensor, dict[str, Any]], params: Sequence[Tensor], group: dict[str, Any], found_inf: Tensor
+) -> None:
+    """:func:`adamw_step` without a look at any value, by torch's fused kernel; equal to it to rounding.
+
+    Args:
+        found_inf: a float32 tensor of no dimension on the device of the parameters. Where it is 1, nothing changes.
+    """
+    keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+    columns: dict[str, list[Tensor]] = {key: [] for key in ("param", "grad", *keys)}
+    copied: list[tuple[Tensor, Tensor]] = []
+    for p in params:
+        state = states[p]
+        if not state:
+            state["step"] = torch.zeros((), device=p.device)
+            for key in keys:
+                state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        row = {"param": p, "grad": p.grad, **{key: state[key] for key in keys}}
+        # the kernel reads memory as it lies, whatever the strides
+        straight = all(t.is_contiguous() for t in row.values())
+        for key, t in row.items():
+            columns[key].append(t if straight else t.contiguous())
+            if key != "grad" and columns[key][-1] is not t:
+                copied.append((t, columns[key][-1]))
+    adamw(
+        columns["param"],
+        columns["grad"],
+        columns["exp_avg"],
+        columns["exp_avg_sq"],
+        columns.get("max_exp_avg_sq", []),
+        [states[p]["step"] for p in params],
+        fused=True,
+        foreach=False,
+        capturable=True,
+        found_inf=found_inf,
+        amsgrad=group["amsgrad"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+    for t, copy in copied:
+        t.copy_(copy)
 
 
 def sgd_step(states: MutableMapping[Tensor, dict[str, Any]], params: Sequence[Tensor], group: dict[str, Any]) -> None:

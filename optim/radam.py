@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from .base import ManifoldOptimizer
+from .base import ManifoldOptimizer, manifold_of
+from .capturable import capturable_adam_step, check_capturable, frame_lr
 from .functional import SECOND_MOMENTS, STEP_SCALES, riemannian_adam_step, second_moment_shape
 from .fused import AdamOptions, fused_adam_step, has_fused_step
 from .plain import adamw_step
@@ -65,8 +67,16 @@ class RiemannianAdam(ManifoldOptimizer):
         pool: with "gram", average R over the parameters of a group, frame by frame, as for the query and key frames
             of one layer, which share a basis; they must have the same shape. An option of groups.
         foreach: passed on to AdamW's arithmetic for the plain parameters. Frames are always stacked.
-        capturable: must be False: steps look at their gradients before they touch anything, which cannot be captured
-            in a CUDA graph.
+        capturable: step without waiting for the device and without branches on data, so that :meth:`step` can be
+            captured in a CUDA graph and replayed. The step counters are then tensors on the parameters' device, and so
+            must be an ``lr`` that is to change between replays. For frames on Stiefel with an
+            :class:`~geodescent.manifolds.AlphaMetric`, the polar retraction and projection transport,
+            ``second_moment="frame"`` and a ``trust_radius``, up to 1.4 in float64 and 2.9 in float32 for α ≤ 0;
+            ``nonfinite`` must be "skip", which is decided on the device, for all parameters alike. All parameters are
+            on one device, none sharded. The arithmetic per step is that of the worst case within the trust radius, so
+            a smaller one is cheaper. Take a step or more before capture, which makes the state, with the gradients
+            present that will be there later, in tensors that stay; capture anew after ``load_state_dict``, which keeps
+            this option and ``nonfinite`` where the state was saved with another ``capturable``.
 
     Raises:
         ValueError: an argument is out of its range; the error names it.
@@ -92,8 +102,6 @@ class RiemannianAdam(ManifoldOptimizer):
         foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
-        if capturable:
-            raise ValueError("capturable must be False: RiemannianAdam looks at its gradients before it steps")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -108,6 +116,7 @@ class RiemannianAdam(ManifoldOptimizer):
             "pool": pool,
             "nonfinite": nonfinite,
             "foreach": foreach,
+            "capturable": capturable,
         }
         super().__init__(params, defaults)
 
@@ -119,6 +128,11 @@ class RiemannianAdam(ManifoldOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
+        if {g["capturable"] for g in self.param_groups} == {True, False}:
+            raise ValueError("capturable must be the same in all groups: a step is captured whole or not at all")
+        if group["capturable"]:
+            manifolds = [manifold_of(p, group) for p in group["params"]]
+            check_capturable(group, manifolds, [self._name(group, i) for i in range(len(manifolds))])
         if group["second_moment"] == "gram" and group["amsgrad"]:
             raise ValueError('amsgrad must be False with second_moment="gram": matrices have no largest one')
         if group["pool"]:
@@ -158,6 +172,12 @@ class RiemannianAdam(ManifoldOptimizer):
         shapes = {"exp_avg": (n, p), "exp_avg_sq": square}
         return {**shapes, "max_exp_avg_sq": square} if group["amsgrad"] else shapes
 
+    def _step_sorted(self, stacks: list[Stack], plain: list[tuple[list[Tensor], dict[str, Any]]]) -> None:
+        if self.param_groups[0].get("capturable"):
+            capturable_adam_step(stacks, plain, self.state)
+        else:
+            super()._step_sorted(stacks, plain)
+
     def _has_fast_step(self, stack: Stack) -> bool:
         return has_fused_step(stack.manifold, stack.group["second_moment"])
 
@@ -187,8 +207,30 @@ class RiemannianAdam(ManifoldOptimizer):
     def _step_plain(self, params: list[Tensor], group: dict[str, Any]) -> None:
         adamw_step(self.state, params, group)
 
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As for every optimizer here; ``capturable`` stays as it is, and counters go to the device that it asks for.
+
+        Raises:
+            ValueError: the state does not fit; nothing was loaded.
+        """
+        groups = list(state_dict["param_groups"])
+        for i, (mine, saved) in enumerate(zip(self.param_groups, groups, strict=False)):
+            groups[i] = {**saved, "capturable": mine["capturable"]}
+            if saved.get("capturable", False) != mine["capturable"]:
+                groups[i]["nonfinite"] = mine["nonfinite"]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        for group in self.param_groups:
+            capturable = group["capturable"]
+            for p in group["params"]:
+                state = self.state.get(p, {})
+                for key in ("step", "capped"):
+                    if key in state:
+                        state[key] = torch.as_tensor(state[key]).to(p.device if capturable else "cpu", torch.float32)
+            if capturable and isinstance(group["lr"], Tensor) and group["params"]:
+                group["lr"] = group["lr"].to(group["params"][0].device)
+
 
 def _frame_lr(group: dict[str, Any]) -> float:
-    """The learning rate of frames: fused decay amounts to a larger one."""
-    lr = float(group["lr"])
-    return lr / (1 - lr * group["weight_decay"]) if group["decay"] == "fused" else lr
+    return float(frame_lr(float(group["lr"]), group))

@@ -135,9 +135,13 @@ class Stack:
         return self.arrays["master"].clone() if self.is_half else self.gather(self.locals)
 
     def write(self, x: Tensor, chunk: Chunk) -> None:
-        """Copy new points of a chunk into the parameters; their storage and strides stay as they are."""
+        """Take over new points of a chunk, into the float32 copies of half-precision frames too."""
         if self.is_half:
             self.arrays["master"][chunk.start : chunk.stop].copy_(x)
+        self.scatter(x, chunk)
+
+    def scatter(self, x: Tensor, chunk: Chunk) -> None:
+        """Copy new points of a chunk into the parameters; their storage and strides stay as they are."""
         if chunk.single:
             kept, parts = self._frames.get(("spare", len(x)), (None, []))
             parts = parts if kept is x else list(x.unbind(0))
@@ -177,8 +181,10 @@ class Stack:
                     view.copy_(self.manifold.project_point(t.detach().to(self.dtype)))
                 state[key] = _placed_as(p, view, shape)
             self.arrays[key] = array
+        # a step that looks at no value counts on the device
+        device = self.device if self.group.get("capturable") else None
         for key in ("capped", "step"):
-            array = torch.tensor([float(state.get(key, 0.0)) for state in states])
+            array = torch.tensor([float(state.get(key, 0.0)) for state in states], device=device)
             self.arrays[key] = array
             self._steps = list(array.unbind())
             for state, view in zip(states, self._steps, strict=True):

@@ -2,6 +2,7 @@
 
 from .audit import Audit, AuditReport, AuditRow, audit
 from .breakdown import ScoreBreakdown, score_breakdown
+from .callbacks import lightning_callback, transformers_callback
 from .certificates import (
     ConditioningCertificate,
     StationarityCertificate,
@@ -41,6 +42,7 @@ from .orbits import (
 from .pictures import plot_angles, plot_certificates, plot_decay, plot_drift, plot_spectra, plot_tracks
 from .spectra import condition_number, principal_angles, procrustes_distance, singular_spectrum, subspace_distance
 from .symmetry import NoetherResidual, VerticalPart, noether_residual, vertical_part
+from .track_file import read_track
 from .tracker import GeometryTracker
 from .weight_decay import DecayArm, WeightDecayDrift, weight_decay_drift
 
@@ -86,6 +88,7 @@ __all__ = [
     "gauge_certificate",
     "hessian_condition_number",
     "key_bias_orbit",
+    "lightning_callback",
     "logit_shift_orbit",
     "model_hessian",
     "noether_residual",
@@ -99,6 +102,7 @@ __all__ = [
     "principal_angles",
     "procrustes_distance",
     "qk_orbit",
+    "read_track",
     "relu_orbit",
     "rescaling_orbit",
     "scale_free_certificate",
@@ -107,6 +111,7 @@ __all__ = [
     "stationarity_certificate",
     "steepest_descent_certificate",
     "subspace_distance",
+    "transformers_callback",
     "vertical_part",
     "vo_orbit",
     "weight_decay_certificate",

@@ -53,6 +53,7 @@ def plot_spectra(geometry: AttentionGeometry, ax: Any = None, *, circuit: str = 
             label = layer.name if head == 0 and (len(layers) <= _MOST_NAMES or i in (0, len(layers) - 1)) else None
             ax.plot(range(1, len(values) + 1), shown, color=ramp[i], alpha=0.7, linewidth=1, label=label)
     ax.set_yscale("log")
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("index of the singular value")
     ax.set_ylabel(f"singular value of the {circuit.upper()} circuit")
     _legend(ax, "layer")
@@ -118,7 +119,10 @@ def plot_drift(report: DriftReport, ax: Any = None) -> Any:
     if relative:
         ax.axhline(1, color="black", linewidth=1, linestyle="--", label="random subspaces")
     places = _thinned(len(report.layers))
-    ax.set_xticks(places, [report.layers[i].name for i in places], rotation=30, ha="right")
+    few = len(places) <= 6
+    ax.set_xticks(
+        places, [report.layers[i].name for i in places], rotation=30 if few else 90, ha="right" if few else "center"
+    )
     ax.set_xlim(-0.5, len(report.layers) - 0.5)
     ax.set_ylim(bottom=0)
     ax.set_ylabel("subspace distance" + (", random subspaces = 1" if relative else ", radians (2-norm of the angles)"))
@@ -131,13 +135,13 @@ def plot_tracks(
     ax: Any = None,
     *,
     quantities: Sequence[str] = ("query_distance", "key_distance"),
-    random: Mapping[str, float] | None = None,
+    random: Mapping[str, tuple[float, float]] | None = None,
 ) -> Any:
     """Quantities of a tracked training run against the step: the mean bold over heads, all heads within the band.
 
     Args:
         quantities: columns of the tracker, such as "query_condition" or a scalar that was recorded.
-        random: value of a quantity for random subspaces, drawn as a line; by default from the tracker, if it knows.
+        random: where a quantity lies for random subspaces, drawn as a grey band; by default as the tracker says.
 
     Example:
         >>> import torch
@@ -150,7 +154,7 @@ def plot_tracks(
     ax = axes(ax)
     columns = tracker.to_dict()
     steps = columns.get("step", [])
-    known: Mapping[str, float] = getattr(tracker, "random", {}) if random is None else random
+    known = tracker.random if random is None else random
     for i, quantity in enumerate(quantities):
         color, style = OKABE_ITO[i % len(OKABE_ITO)], _STYLES[i % len(_STYLES)]
         heads = [v for name, v in columns.items() if name.endswith(f"/{quantity}") and not name.startswith("mean/")]
@@ -162,8 +166,10 @@ def plot_tracks(
         if len(heads) > 1:
             table = np.ma.masked_invalid(np.array(heads, dtype=float))
             ax.fill_between(steps, table.min(0), table.max(0), color=color, alpha=0.2, linewidth=0)
-        if quantity in known:
-            ax.axhline(known[quantity], color=color, linewidth=1, linestyle=":", label=f"{label}, random subspaces")
+    bands = [known[quantity] for quantity in quantities if quantity in known]
+    if bands:
+        low, high = min(b[0] for b in bands), max(b[1] for b in bands)
+        ax.axhspan(low, high, color="0.85", zorder=0, label="random subspaces, 5 to 95 %")
     ax.set_xlabel("training step")
     units = {_unit(quantity) for quantity in quantities}
     ax.set_ylabel(units.pop() if len(units) == 1 else "value")
@@ -172,7 +178,7 @@ def plot_tracks(
 
 
 def plot_certificates(reports: CertificateReport | Sequence[CertificateReport], ax: Any = None) -> Any:
-    """Bars of each certificate's defect over its bound, on a logarithmic axis: left of 1 it holds.
+    """Bars of each certificate's defect over its bound, on a logarithmic axis: left of 1 it holds; hatched, it fails.
 
     Args:
         reports: one report, or several of optimizers to compare, a colour each.
@@ -183,7 +189,7 @@ def plot_certificates(reports: CertificateReport | Sequence[CertificateReport], 
         >>> from geodescent.manifolds import Stiefel
         >>> report = certify(lambda params: torch.optim.SGD(params, lr=0.1), Stiefel(), (6, 2), steps=1)
         >>> plot_certificates(report).get_xlabel()
-        'measured over its bound (left of 1: the certificate holds)'
+        'measured ÷ bound (holds left of 1)'
     """
     ax = axes(ax)
     several = [reports] if not isinstance(reports, Sequence) else list(reports)
@@ -218,7 +224,7 @@ def plot_certificates(reports: CertificateReport | Sequence[CertificateReport], 
     ax.set_xlim(smallest / 2, 2 * largest)
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
-    ax.set_xlabel("measured over its bound (left of 1: the certificate holds)")
+    ax.set_xlabel("measured ÷ bound (holds left of 1)")
     _legend(ax)
     return ax
 

@@ -28,6 +28,21 @@ def haar_sample(n: int, p: int, samples: int, seed: int) -> tuple[Tensor, float]
     return frames[..., :p, :].clone(), float(torch.linalg.vector_norm(angles, dim=-1).mean())
 
 
+def haar_band(n: int, p: int, samples: int, seed: int, tail: float = 0.05) -> tuple[float, float]:
+    """The ``tail`` and 1 − ``tail`` quantiles of the subspace distance of two Haar-random p-frames of ℝⁿ.
+
+    Example:
+        >>> low, high = haar_band(8, 2, samples=64, seed=0)
+        >>> 0 < low < haar_sample(8, 2, samples=64, seed=0)[1] < high
+        True
+    """
+    generator = torch.Generator().manual_seed(seed)
+    frames = Stiefel().random_point(samples, n, p, dtype=torch.float64, generator=generator)
+    distances = torch.linalg.vector_norm(angles_between(torch.eye(n, p, dtype=torch.float64), frames), dim=-1)
+    low, high = torch.quantile(distances, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return low, high
+
+
 def random_procrustes(old: Tensor, new: Tensor, overlap: Tensor) -> Tensor:
     """Mean of min over R ∈ O(p) of ‖W' − W R‖, where W and W' have the singular values ``old`` and ``new``
     (*batch, r) and their left singular vectors overlap as ``overlap`` (samples, p, p): d² = Σσ² + Σσ'² − 2‖ΣCΣ'‖_*.

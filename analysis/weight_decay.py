@@ -31,7 +31,7 @@ class DecayArm(Result):
     ``moved``: √(‖W_Q' − W_Q‖² + ‖W_K' − W_K‖²) over √(‖W_Q‖² + ‖W_K‖²).
 
     ``predictions``: what theory says of some of these, in the same shapes. ``deviations``: the largest difference from
-    it over the largest size of the prediction.
+    it over the largest size of the prediction, or where that is 0, of what the quantity is made of.
     """
 
     name: str
@@ -194,7 +194,11 @@ def weight_decay_drift(
                 predicted = _predictions(
                     measured, name, is_constrained, lr, weight_decay, schedule, marks, loss is None, own_rule
                 )
-                deviations = {key: _deviation(measured[key], value) for key, value in predicted.items()}
+                # what is predicted to be 0 is held against what it is made of
+                natural = {"balance": float(measured["query_norm"].max()) ** 2, "moved": 1.0}
+                deviations = {
+                    key: _deviation(measured[key], value, natural.get(key, 0.0)) for key, value in predicted.items()
+                }
                 arms.append(
                     DecayArm(
                         name=name,
@@ -323,8 +327,10 @@ def _predictions(
     return predicted
 
 
-def _deviation(measured: Tensor, predicted: Tensor) -> float:
+def _deviation(measured: Tensor, predicted: Tensor, natural: float) -> float:
     known = torch.isfinite(predicted) & torch.isfinite(measured)
-    size = float(predicted[known].abs().max()) if bool(known.any()) else 0.0
-    off = float((measured - predicted)[known].abs().max()) if bool(known.any()) else math.nan
+    if not bool(known.any()):
+        return math.nan
+    size, off = float(predicted[known].abs().max()), float((measured - predicted)[known].abs().max())
+    size = size if size > 1e-12 * natural else natural
     return off / size if size > 0 else off

@@ -88,7 +88,7 @@ def plot_angles(report: DriftReport, ax: Any = None, *, side: str = "query") -> 
     ax.set_yticks(places, [report.layers[i].name for i in places])
     ax.set_xlabel("head")
     ax.set_ylabel("layer")
-    ax.figure.colorbar(image, ax=ax, label=f"largest principal angle of the {side} frame, degrees")
+    ax.figure.colorbar(image, ax=ax, label=f"largest {side} angle, degrees")
     if grid.size <= 48:
         for (i, j), value in np.ndenumerate(grid):
             shade = "black" if value > 50 else "white"
@@ -189,7 +189,7 @@ def plot_certificates(reports: CertificateReport | Sequence[CertificateReport], 
         >>> from geodescent.manifolds import Stiefel
         >>> report = certify(lambda params: torch.optim.SGD(params, lr=0.1), Stiefel(), (6, 2), steps=1)
         >>> plot_certificates(report).get_xlabel()
-        'measured ÷ bound (holds left of 1)'
+        'measured ÷ bound (holds left of 1, hatched: fails)'
     """
     ax = axes(ax)
     several = [reports] if not isinstance(reports, Sequence) else list(reports)
@@ -214,7 +214,6 @@ def plot_certificates(reports: CertificateReport | Sequence[CertificateReport], 
             left=smallest / 2,
             height=0.9 * width,
             color=OKABE_ITO[i % len(OKABE_ITO)],
-            label=report.optimizer,
         )
         for bar, hatch in zip(bars, hatches, strict=True):
             bar.set_hatch(hatch)
@@ -224,8 +223,11 @@ def plot_certificates(reports: CertificateReport | Sequence[CertificateReport], 
     ax.set_xlim(smallest / 2, 2 * largest)
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
-    ax.set_xlabel("measured ÷ bound (holds left of 1)")
-    _legend(ax)
+    ax.set_xlabel("measured ÷ bound (holds left of 1, hatched: fails)")
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=OKABE_ITO[i % len(OKABE_ITO)], label=r.optimizer) for i, r in enumerate(several)]
+    ax.legend(handles=handles, fontsize="small", frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return ax
 
 
@@ -312,4 +314,4 @@ def _thinned(count: int) -> list[int]:
 
 def _legend(ax: Any, title: str | None = None) -> None:
     if ax.get_legend_handles_labels()[1]:
-        ax.legend(fontsize="small", title=title, frameon=False)
+        ax.legend(fontsize="small", title=title, framealpha=0.8, edgecolor="none")

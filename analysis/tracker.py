@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ._result import text_table
 from .drift import drift
@@ -76,7 +76,7 @@ class GeometryTracker:
         row: dict[str, float] = {"step": int(step)}
         for name, value in scalars.items():
             try:
-                row[name] = float(value)
+                row[name] = float(value.detach() if isinstance(value, Tensor) else value)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise TypeError(f"{name} must be a number, found {value!r}") from error
         now = attention_geometry(_inner(self.model), ov=False)

@@ -67,10 +67,11 @@ def fused_adam_step(stack: Stack, grads: Tensor | None, norms: Tensor, options: 
     """
     n, p = stack.shape
     stack.follow_parameters()
+    moved = stack.were_written_to()  # the moment is then tangent elsewhere
     capped: list[tuple[Chunk, Tensor]] = []
     for chunk in stack.chunks(CHUNK_ENTRIES.get(stack.device.type, 2**25) // max(1, n * p)):
         gradient = _Gradient(stack, chunk, grads, options.maximize)
-        x, short = _step_chunk(stack, chunk, gradient, norms[chunk.start : chunk.stop], options)
+        x, short = _step_chunk(stack, chunk, gradient, norms[chunk.start : chunk.stop], moved, options)
         stack.write(x, chunk)
         if short is not None:
             capped.append((chunk, short))
@@ -107,7 +108,7 @@ class _Gradient(NamedTuple):
 
 
 def _step_chunk(
-    stack: Stack, chunk: Chunk, gradient: _Gradient, norms: Tensor, options: AdamOptions
+    stack: Stack, chunk: Chunk, gradient: _Gradient, norms: Tensor, moved: bool, options: AdamOptions
 ) -> tuple[Tensor, Tensor | None]:
     """The new points of a chunk, whose state is updated, and which frames were capped, or None for none."""
     manifold, (n, p), b = stack.manifold, stack.shape, chunk.stop - chunk.start
@@ -117,6 +118,8 @@ def _step_chunk(
     alpha, metric_a = manifold.metric.alpha, manifold.metric.a
     x, spare = stack.points(chunk, stack.scratch("x", b)), stack.scratch("spare", b)
     m, v = (stack.arrays[key][chunk.start : chunk.stop] for key in ("exp_avg", "exp_avg_sq"))
+    if moved:
+        m.copy_(manifold.project(x, m))
 
     # the moment, m ← β₁m + (1−β₁)ξ with ξ = G − X(sym C − (2α+1) skew C), C = XᵀG; m is tangent, so XᵀW, with
     # W = β₁m + (1−β₁)G, has the symmetric part (1−β₁) sym C and the skew part β₁Xᵀm + (1−β₁) skew C
@@ -133,10 +136,14 @@ def _step_chunk(
         square += (4 * (1 + alpha) ** 2 * (1 - metric_a) - 1) * fresh.square().sum((-2, -1))
         twice.sub_(fresh, alpha=2 * (2 * alpha + 1))
         rotation = beta1 * a_old + (2 * alpha + 2) * fresh
-    if not bool((square >= CANCELLATION * whole).all()):
+    nearly_normal = not bool((square >= CANCELLATION * whole).all())
+    if nearly_normal:
         xi = manifold.egrad_to_rgrad(x, gradient.tensor())
         square = manifold.inner(x, xi, xi) * (1 - beta1) ** 2
     m.baddbmm_(x, twice, alpha=-0.5)
+    if nearly_normal:  # m may be all rounding, with a normal part of its own size, which is then divided by its length
+        normal = x.mT @ m
+        m.baddbmm_(x, normal + normal.mT, alpha=-0.5)
 
     # the second moment
     pooled = n * p if options.step_scale == "rms" else 1

@@ -73,10 +73,11 @@ class RiemannianAdam(ManifoldOptimizer):
             :class:`~geodescent.manifolds.AlphaMetric`, the polar retraction and projection transport,
             ``second_moment="frame"`` and a ``trust_radius``, up to 1.4 in float64 and 2.9 in float32 for α ≤ 0;
             ``nonfinite`` must be "skip", which is decided on the device, for all parameters alike. All parameters are
-            on one device, none sharded. The arithmetic per step is that of the worst case within the trust radius, so
-            a smaller one is cheaper. Take a step or more before capture, which makes the state, with the gradients
-            present that will be there later, in tensors that stay; capture anew after ``load_state_dict``, which keeps
-            this option and ``nonfinite`` where the state was saved with another ``capturable``.
+            on one device, none sharded; other combinations are refused by name. A step does the arithmetic of the
+            worst case within the trust radius, so a smaller one is cheaper, and without a graph the ordinary step is
+            faster. Before capture take a step, which makes the state, with the gradients present that will be there
+            later, in tensors that stay. Capture anew after ``load_state_dict``, which keeps this option, and
+            ``nonfinite`` too where the state was saved with another ``capturable``.
 
     Raises:
         ValueError: an argument is out of its range; the error names it.

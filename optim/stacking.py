@@ -54,6 +54,7 @@ class Stack:
         self._chunks: dict[int, list[Chunk]] = {}
         self._scratch: dict[str, Tensor] = {}
         self._frames: dict[tuple[str, int], tuple[Tensor, list[Tensor]]] = {}
+        self._versions: list[int] | None = None
         self._states: list[dict[str, Any]] = []
         self._steps: list[Tensor] = []
 
@@ -198,9 +199,15 @@ class Stack:
             return False
         return all(map(operator.is_, [state.get("step") for state in self._states], self._steps))
 
+    def were_written_to(self) -> bool:
+        """Whether somebody has written to a parameter since the last step."""
+        return self._versions is not None and self._versions != [t._version for t in self.locals]
+
     def advance(self) -> None:
         self.step += 1
         self.arrays["step"] += 1
+        # detach() shares the counter of writes with the parameter
+        self._versions = [t._version for t in self.locals]
 
     def count_capped(self, capped: Tensor) -> None:
         """Add the number of shortened frames to each parameter's count; ``capped`` is (frames,) and boolean."""

@@ -32,7 +32,7 @@ def shake(model):
 def test_rows_hold_the_geometry_and_the_drift_since_the_start(model):
     start = copy.deepcopy(model)
     tracker = GeometryTracker(model)
-    first = tracker.record(0, loss=torch.tensor(2.5), accuracy=0)
+    first = tracker.record(0, loss=torch.tensor(2.5, requires_grad=True), accuracy=0)
     assert first["loss"] == 2.5
     assert first["mean/query_movement"] == 0
     shake(model)

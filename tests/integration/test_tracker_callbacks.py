@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import lightning
-    from lightning.pytorch.loggers.logger import DummyLogger
     import transformers
+    from lightning.pytorch.loggers.logger import DummyLogger
 
 
 class Plain(lightning.LightningModule):

@@ -458,7 +458,7 @@ def test_a_step_within_autocast_is_the_same_step():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capturable": True}, "capturable must be False"),
+        ({"capturable": True}, 'nonfinite must be "skip"'),
         ({"lr": -1.0}, "lr must be a finite number of at least 0, found -1"),
         ({"lr": float("nan")}, "lr must be"),
         ({"betas": (0.9, 1.0)}, "betas must be"),

@@ -247,3 +247,42 @@ def test_many_half_precision_frames_are_stepped_in_float32(dtype, batched):
         for key in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(optimizers[0].state[p][key], optimizers[1].state[q][key], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(optimizers[0].state[p]["master"], q.detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("manifold", FUSED, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(16, 4), (4, 4), (64, 16)], ids=str)
+def test_gradients_that_stay_normal_do_not_lead_off_the_manifold(manifold, dtype, shape):
+    """G = XS throughout: gradient and moment are rounding, which Adam divides by its own length."""
+    x = points(manifold, *shape, dtype=dtype)
+    s = draw((shape[1], shape[1]), 1, dtype)
+    s = s + s.mT
+    p = ManifoldParameter(x, manifold)
+    optimizer = RiemannianAdam([p], lr=1e-2, eps=0.0)
+    p.grad = p.detach() @ s
+    for _ in range(60):
+        p.grad = p.detach() @ s
+        optimizer.step()
+    eps = torch.finfo(dtype).eps
+    assert manifold.point_error(p.detach()).max() < 40 * eps
+    # as tangent as a gradient that is rounded can be
+    assert manifold.tangent_error(p.detach(), optimizer.state[p]["exp_avg"]).max() < 4 * eps * p.grad.abs().max()
+
+
+@pytest.mark.parametrize("manifold", FUSED, ids=repr)
+def test_a_frame_that_somebody_wrote_to_gets_its_gradients_own_length(manifold):
+    """The moment is tangent at the old point; what of it is normal at the new one must not enter the second moment."""
+    p = ManifoldParameter(points(manifold, 9, 4), manifold)
+    optimizer = RiemannianAdam([p], lr=1e-2)
+    for seed in range(3):
+        p.grad = draw((9, 4), seed)
+        optimizer.step()
+    v = float(optimizer.state[p]["exp_avg_sq"])
+    with torch.no_grad():
+        p.copy_(points(manifold, 9, 4, seed=7))
+    p.grad = 1e-3 * draw((9, 4), 5)
+    xi = manifold.egrad_to_rgrad(p.detach(), p.grad)
+    expected = 0.999 * v + 0.001 * float(manifold.inner(p.detach(), xi, xi)) / 36
+    optimizer.step()
+    assert float(optimizer.state[p]["exp_avg_sq"]) == pytest.approx(expected, rel=1e-12)
+    assert manifold.tangent_error(p.detach(), optimizer.state[p]["exp_avg"]) < 1e-14

@@ -1,0 +1,196 @@
+"""Pictures draw the numbers they are given, name their axes and units, and leave out what is not a number."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from geodescent.analysis import (
+    GeometryTracker,
+    attention_geometry,
+    certify,
+    drift,
+    plot_angles,
+    plot_certificates,
+    plot_decay,
+    plot_drift,
+    plot_spectra,
+    plot_tracks,
+    weight_decay_drift,
+)
+from geodescent.analysis.pictures import OKABE_ITO
+from geodescent.manifolds import Stiefel
+from geodescent.optim import RiemannianAdam
+from matplotlib import colors
+from matplotlib.figure import Figure
+from torch import nn
+
+
+@pytest.fixture
+def ax():
+    return Figure().subplots()
+
+
+def model(layers=2, heads=2, seed=0):
+    torch.manual_seed(seed)
+    return nn.ModuleDict({f"layer{i}": nn.MultiheadAttention(4 * heads, heads) for i in range(layers)})
+
+
+def texts(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def report(layers=2, heads=2, samples=4):
+    return drift(model(layers, heads), model(layers, heads, seed=1), samples=samples)
+
+
+def test_spectra_are_a_line_a_head(ax):
+    geometry = attention_geometry(model(3))
+    assert plot_spectra(geometry, ax) is ax
+    drawn = [np.asarray(line.get_ydata()).tolist() for line in ax.lines]
+    assert drawn == [values.tolist() for layer in geometry.layers for values in layer.spectrum]
+    assert texts(ax) == ["layer0", "layer1", "layer2"]
+    assert "QK" in ax.get_ylabel()
+    assert ax.get_xlabel()
+    plot_spectra(geometry, ax, circuit="ov")
+    assert "OV" in ax.get_ylabel()
+    with pytest.raises(ValueError, match="circuit must be"):
+        plot_spectra(geometry, ax, circuit="kq")
+
+
+def test_a_zero_singular_value_is_a_gap_and_not_the_bottom_of_the_axis(ax):
+    state = {"q_proj.weight": torch.diag(torch.tensor([2.0, 0.0])), "k_proj.weight": torch.eye(2)}
+    plot_spectra(attention_geometry(state, num_heads=1), ax)
+    values = np.asarray(ax.lines[0].get_ydata())
+    assert values[0] > 0
+    assert math.isnan(values[1])
+
+
+def test_many_layers_are_a_ramp_with_two_names(ax):
+    plot_spectra(attention_geometry(model(20)), ax)
+    assert texts(ax) == ["layer0", "layer19"]
+    assert len({colors.to_hex(line.get_color()) for line in ax.lines}) == 20
+
+
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_angles_are_a_map_by_layer_and_head_in_degrees(ax, side):
+    found = report(3, 2)
+    plot_angles(found, ax, side=side)
+    grid = ax.images[0].get_array()
+    expected = [[math.degrees(float(a.max())) for a in getattr(layer, f"{side}_angles")] for layer in found.layers]
+    assert np.asarray(grid) == pytest.approx(np.array(expected))
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["layer0", "layer1", "layer2"]
+    assert "degrees" in ax.figure.axes[1].get_ylabel()  # of the colour bar
+    assert len(ax.texts) == 6
+
+
+def test_a_head_without_angles_and_layers_of_other_widths_are_left_blank(ax):
+    found = report(2, 3)
+    first = found.layers[0]
+    angles = first.query_angles.clone()
+    angles[1] = math.nan
+    found = dataclasses.replace(found, layers=(dataclasses.replace(first, query_angles=angles[:2]), *found.layers[1:]))
+    plot_angles(found, ax)
+    mask = np.ma.getmaskarray(ax.images[0].get_array())
+    assert mask.tolist() == [[False, True, True], [False, False, False]]
+    assert [text.get_text() for text in ax.texts].count("–") == 2
+
+
+def test_a_large_map_has_no_numbers_and_few_names(ax):
+    found = report(1, 2)
+    many = dataclasses.replace(found, layers=found.layers * 60)
+    plot_angles(many, ax)
+    assert not ax.texts
+    assert len(ax.get_yticks()) <= 24
+
+
+def test_drift_is_a_point_a_head_in_units_of_random_subspaces(ax):
+    found = report(2, 2, samples=8)
+    plot_drift(found, ax)
+    query, key = ax.lines[0], ax.lines[1]
+    expected = [
+        value / layer.random_query_distance for layer in found.layers for value in layer.query_distance.tolist()
+    ]
+    assert np.asarray(query.get_ydata()).tolist() == pytest.approx(expected)
+    assert texts(ax) == ["query", "key", "random subspaces"]
+    assert query.get_marker() != key.get_marker()  # not by colour alone
+    other = Figure().subplots()
+    plot_drift(report(samples=0), other)
+    assert "radians" in other.get_ylabel()
+    assert "random" not in " ".join(texts(other))
+
+
+def test_tracks_are_means_with_the_band_of_heads_and_of_random_subspaces(ax):
+    module = model()
+    tracker = GeometryTracker(module)
+    for step in (0, 5, 10):
+        tracker.record(step, loss=1.0 / (1 + step))
+        with torch.no_grad():
+            weight = module.get_parameter("layer0.in_proj_weight")
+            weight.add_(0.1 * torch.randn_like(weight))
+    plot_tracks(tracker, ax)
+    assert np.asarray(ax.lines[0].get_ydata()).tolist() == [row["mean/query_distance"] for row in tracker.rows]
+    assert np.asarray(ax.lines[0].get_xdata()).tolist() == [0, 5, 10]
+    assert texts(ax) == ["query distance", "key distance", "random subspaces, 5 to 95 %"]
+    assert "radians" in ax.get_ylabel()
+    styles = {line.get_linestyle() for line in ax.lines}
+    assert len(styles) == 2
+    other = Figure().subplots()
+    plot_tracks(tracker, other, quantities=("loss", "no such thing"))
+    assert texts(other) == ["loss"]
+
+
+def test_certificates_are_bars_that_cross_one_exactly_where_they_fail(ax):
+    good = certify(lambda p: RiemannianAdam(p, lr=1e-2, eps=0.0), Stiefel(), (6, 2), steps=1, name="<Adam>")
+    bad = certify(lambda p: torch.optim.SGD(p, lr=0.1), Stiefel(), (6, 2), steps=1)
+    plot_certificates([good, bad], ax)
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert names == [row.name for row in good.rows]
+    for container, found in zip(ax.containers, (good, bad), strict=True):
+        for bar, row in zip(container, found.rows, strict=True):
+            end = bar.get_x() + bar.get_width()
+            assert (end <= 1 + 1e-9) == row.holds, row.name
+            assert bool(bar.get_hatch()) != row.holds
+    assert texts(ax) == ["<Adam>", "SGD"]
+    single = Figure().subplots()
+    assert good.plot(single) is single
+
+
+def test_a_certificate_that_is_not_a_number_is_a_full_bar(ax):
+    found = certify(lambda p: RiemannianAdam(p, lr=1e-2, eps=0.0), Stiefel(), (6, 2), steps=1)
+    row = dataclasses.replace(found.rows[0], value=math.nan, holds=False)
+    plot_certificates(dataclasses.replace(found, rows=(row, *found.rows[1:])), ax)
+    assert ax.containers[0][0].get_width() >= ax.get_xlim()[1] / 2.5
+
+
+@pytest.mark.parametrize("quantity", ["balance", "query_norm", "spectrum", "moved"])
+def test_decay_is_drawn_over_its_prediction(ax, quantity):
+    found = weight_decay_drift(model(1), lr=0.1, weight_decay=0.5, steps=20)
+    assert found.plot(ax, quantity) is ax
+    drawn = {line.get_label(): np.asarray(line.get_ydata()) for line in ax.lines}
+    values = getattr(found["decay, plain"], quantity)
+    values = values if values.ndim == 2 else values.mean(-1)
+    assert drawn["decay, plain"] == pytest.approx(np.median(values.numpy(), 1))
+    assert "predicted" in drawn
+    crosses = next(line for line in ax.lines if line.get_label() == "predicted")
+    steps, heights = np.asarray(crosses.get_xdata()), np.asarray(crosses.get_ydata())
+    measured = dict(zip(found["decay, plain"].steps.tolist(), drawn["decay, plain"], strict=True))
+    assert heights == pytest.approx([measured[step] for step in steps], rel=1e-9)  # decay alone is as predicted
+    assert ax.get_ylabel()
+    assert plot_decay(found, quantity, ax) is ax
+
+
+def test_the_palette_is_told_apart_by_the_colour_blind():
+    """Machado, Oliveira & Fernandes 2009, severity 1: neighbours differ in a simulated view of each kind."""
+    views = {
+        "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+        "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+        "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    }
+    rgb = np.array([colors.to_rgb(color) for color in OKABE_ITO])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    for view in views.values():
+        seen = linear @ np.array(view).T
+        apart = np.linalg.norm(seen[:, None] - seen[None], axis=-1) + np.eye(len(seen))
+        assert apart.min() > 0.06

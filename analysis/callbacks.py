@@ -31,7 +31,7 @@ def lightning_callback(path: str | os.PathLike[str] | None = None, *, every: int
     """
     _check(every)
     try:
-        from lightning.pytorch import Callback
+        from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
     except ImportError:
         try:
             from pytorch_lightning import Callback  # pyright: ignore[reportMissingImports]
@@ -83,7 +83,7 @@ def transformers_callback(path: str | os.PathLike[str] | None = None, *, every: 
     """
     _check(every)
     try:
-        from transformers import TrainerCallback
+        from transformers import TrainerCallback  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("transformers_callback() needs transformers: pip install transformers") from error
 

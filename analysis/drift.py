@@ -122,10 +122,13 @@ class _Measured(Layers):
     """A geometry's layers, with the frames it kept."""
 
     def __init__(self, geometry: AttentionGeometry) -> None:
-        super().__init__({layer.name: functools.partial(_kept, layer) for layer in geometry.layers}, {}, "a geometry")
+        super().__init__(
+            {layer.name: functools.partial(kept_weights, layer) for layer in geometry.layers}, {}, "a geometry"
+        )
 
 
-def _kept(layer: LayerGeometry) -> HeadWeights:
+def kept_weights(layer: LayerGeometry) -> HeadWeights:
+    """The weights that a geometry was measured of."""
     if layer.query_frames is None or layer.key_frames is None:
         raise ValueError(f"layer {layer.name!r} was measured with keep_frames=False: its drift needs the frames")
     return HeadWeights(

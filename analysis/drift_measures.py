@@ -38,18 +38,18 @@ class SideDrift:
     random_distance: float | None = None
 
     def __init__(self, pair: Pair, heads: int, samples: int, seed: int) -> None:
-        share = functools.partial(_share, heads=heads)
+        spread = functools.partial(per_head, heads=heads)
         old, new = pair.old, pair.new
-        self.movement = share(pair.movement)
+        self.movement = spread(pair.movement)
         before, after = (torch.linalg.vector_norm(frames, dim=(-2, -1)) for frames in (old, new))
         # ‖W' − W‖² = ‖W‖² + ‖W'‖² − 2⟨W, W'⟩, and the last vanishes in the mean
-        self.random_movement = share((1 + ratio(after, before) ** 2).sqrt())
-        self.procrustes = share(procrustes_distance(new, old))
-        self.angles = share(_angles(old, new))
+        self.random_movement = spread((1 + ratio(after, before) ** 2).sqrt())
+        self.procrustes = spread(procrustes_distance(new, old))
+        self.angles = spread(_angles(old, new))
         self.distance = torch.linalg.vector_norm(self.angles, dim=-1)
         if samples:
             overlap, self.random_distance = haar_sample(pair.rows, min(pair.rows, old.shape[-1]), samples, seed)
-            self.random_procrustes = share(random_procrustes(singular_spectrum(old), singular_spectrum(new), overlap))
+            self.random_procrustes = spread(random_procrustes(singular_spectrum(old), singular_spectrum(new), overlap))
 
 
 class CircuitDrift:
@@ -67,15 +67,15 @@ class CircuitDrift:
         heads, groups, p = left.old.shape[0], right.old.shape[0], left.old.shape[-1]
         first, second = balanced(left.old, right.old, scales[0]), balanced(left.new, right.new, scales[1])
         distance = procrustes_distance(torch.cat(second[:2], -2), torch.cat(first[:2], -2))
-        self.distance = _share(distance, heads)
-        self.movement = _share(ratio(distance, (2 * first[2].sum(-1)).sqrt()), heads)
+        self.distance = per_head(distance, heads)
+        self.movement = per_head(ratio(distance, (2 * first[2].sum(-1)).sqrt()), heads)
         if samples:
             # different seeds for the two sides: their subspaces are independent
             overlaps = (
                 haar_sample(rows, min(rows, p), samples, 2 * seed + i)[0]
                 for i, rows in enumerate((left.rows * (heads // groups), right.rows))
             )
-            self.random_distance = _share(random_gauge(first[2], second[2], *overlaps), heads)
+            self.random_distance = per_head(random_gauge(first[2], second[2], *overlaps), heads)
 
 
 def balanced(left: Tensor, right: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,6 +100,11 @@ def relative_change(old: Tensor, new: Tensor) -> Tensor:
     return ratio(norm(new - old), norm(old))
 
 
+def subspace_distances(pair: Pair, heads: int) -> Tensor:
+    """The 2-norm of the principal angles of one side's frames, a head."""
+    return torch.linalg.vector_norm(per_head(_angles(pair.old, pair.new), heads), dim=-1)
+
+
 def _angles(old: Tensor, new: Tensor) -> Tensor:
     if old.shape[-2] < old.shape[-1]:
         # fewer input features than columns: the column space is not a plane of dimension d_h
@@ -107,5 +112,6 @@ def _angles(old: Tensor, new: Tensor) -> Tensor:
     return angles_between(old, new, dependent="nan")
 
 
-def _share(numbers: Tensor, heads: int) -> Tensor:
+def per_head(numbers: Tensor, heads: int) -> Tensor:
+    """Numbers a frame, each repeated for the heads that share it."""
     return numbers.repeat_interleave(heads // numbers.shape[0], 0)

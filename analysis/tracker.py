@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ._result import text_table
-from .drift import drift
+from .drift import kept_weights
 from .geometry import attention_geometry
+from .layer_drift import movements
 from .random_subspaces import haar_band
 from .track_file import TrackFile
 
 _GEOMETRY = ("query_condition", "key_condition", "effective_rank")
-_DRIFT = ("query_movement", "key_movement", "query_distance", "key_distance", "gauge_distance")
 
 
 class GeometryTracker:
@@ -80,14 +80,14 @@ class GeometryTracker:
             except (TypeError, ValueError, RuntimeError) as error:
                 raise TypeError(f"{name} must be a number, found {value!r}") from error
         now = attention_geometry(_inner(self.model), ov=False)
-        moved = drift(self.start, now, samples=0, ov=False)
         means: dict[str, list[float]] = {}
-        for layer, change in zip(now.layers, moved.layers, strict=True):
-            for source, quantities in ((layer, _GEOMETRY), (change, _DRIFT)):
-                for quantity in quantities:
-                    for head, value in enumerate(getattr(source, quantity).tolist()):
-                        row[f"{layer.name}/{head}/{quantity}"] = value
-                        means.setdefault(quantity, []).append(value)
+        for before, layer in zip(self.start.layers, now.layers, strict=True):
+            moved = movements(kept_weights(before), kept_weights(layer))
+            quantities = {name: getattr(layer, name) for name in _GEOMETRY} | moved
+            for quantity, values in quantities.items():
+                for head, value in enumerate(values.tolist()):
+                    row[f"{layer.name}/{head}/{quantity}"] = value
+                    means.setdefault(quantity, []).append(value)
         row |= {f"mean/{quantity}": math.fsum(values) / len(values) for quantity, values in means.items()}
         if self._file is not None:
             self._file.append(row, self.rows)

@@ -1,4 +1,4 @@
-"""The command: ``python -m geodescent.benchmarks [steps|bounds|training|growth|memory|drift|all]``."""
+"""The command: ``python -m geodescent.benchmarks [steps|bounds|training|tracker|growth|memory|drift|all]``."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from .memory import measure_memory
 from .peers import describe_machine
 from .report import Outcome, print_outcome, write_json, write_markdown
 from .steps import SHAPES, measure_steps
+from .tracker import measure_tracker
 from .training import measure_training
 
 WIDTH = 120
@@ -38,6 +39,7 @@ class Benchmark(StrEnum):
     steps = "steps"
     bounds = "bounds"
     training = "training"
+    tracker = "tracker"
     growth = "growth"
     memory = "memory"
     drift = "drift"
@@ -88,6 +90,7 @@ def _benchmarks(quick: bool, rounds: int | None, device: str, seed: int) -> dict
         "steps": lambda: measure_steps(rounds=count(25, 5), **options),
         "bounds": lambda: measure_bounds(rounds=count(15, 5), **options),
         "training": lambda: measure_training(rounds=count(15, 3), warmup=1 if quick else 2, **options),
+        "tracker": lambda: measure_tracker(rounds=count(9, 3), **options),
         "growth": lambda: measure_growth(series, rounds=count(15, 5), **options),
         "memory": lambda: measure_memory(shapes, **options),
         "drift": lambda: measure_drift(steps=1000 if quick else 100_000, **options),

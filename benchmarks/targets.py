@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .timing import Spread
 
-__all__ = ["STEP_TARGETS", "TRAINING_BOUND", "Target", "held_to_row", "step_verdicts", "verdict"]
+__all__ = ["STEP_TARGETS", "TRACKING_BOUND", "TRAINING_BOUND", "Target", "held_to_row", "step_verdicts", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,9 @@ STEP_TARGETS = (
 
 # a whole training step under RiemannianAdam ÷ the same model unconstrained under AdamW
 TRAINING_BOUND = 1.05
+
+# the share of a training run's time that a record of the tracker every 50 steps may take
+TRACKING_BOUND = 0.02
 
 
 def verdict(target: Target, ratio: Spread | None) -> str:

@@ -18,3 +18,13 @@ def test_readme_snippets_run():
             exec(compile(block, str(README), "exec"), namespace)
     assert "a Riemannian step" in printed.getvalue()
     assert "steepest descent" in printed.getvalue()
+
+
+def test_the_tables_of_speed_are_those_of_the_last_run():
+    text = README.read_text(encoding="utf-8")
+    section = text[text.index("## Speed") : text.index("## What the studies found")]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert len(tables) == 2
+    results = (README.parent / "results" / "benchmarks.md").read_text(encoding="utf-8")
+    for table in tables:
+        assert table in results

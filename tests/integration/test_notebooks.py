@@ -19,7 +19,9 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     notebook: Any = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
     client.execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     said = [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]

@@ -134,9 +134,19 @@ def _of_module(model: nn.Module, given: Given) -> Layers:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and parametrized tensors by name; a tensor under a parametrization as it is used."""
+    """Parameters, buffers and parametrized tensors by name; a tensor under a parametrization as it is used.
+
+    A module that saves its weights in another form than it holds them in, as a constrained projection saves ordinary
+    matrices, is read as it saves them.
+    """
+    saved: list[str] = []
     for name, module in model.named_modules():
-        if ".parametrizations." in f".{name}.":
+        if ".parametrizations." in f".{name}." or any(f"{name}.".startswith(prefix) for prefix in saved):
+            continue
+        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+            prefix = f"{name}." if name else ""
+            saved.append(prefix)
+            yield from ((k, v) for k, v in module.state_dict(prefix=prefix).items() if isinstance(v, Tensor))
             continue
         own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
         parametrized = getattr(module, "parametrizations", None)

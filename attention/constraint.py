@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
@@ -12,13 +13,19 @@ from ..manifolds import Manifold
 from ..manifolds.linalg import default_atol
 from .conversion import HeadWeights, QueryKeyFrames, convert_query_key
 from .head_projection import HeadProjection
+from .sharding import placed_like, whole
 
 __all__ = ["Constraint", "RowWeights", "load_pair"]
 
 
 @dataclass(frozen=True, eq=False)
 class RowWeights:
-    """Query and key weights as ``nn.Linear`` stores them: (out, in) and (out,)."""
+    """Query and key weights as ``nn.Linear`` stores them: (out, in) and (out,).
+
+    Example:
+        >>> RowWeights(torch.ones(6, 8), torch.ones(6, 8), None, None).by_head(2).query.shape
+        torch.Size([3, 8, 2])
+    """
 
     query: Tensor
     key: Tensor
@@ -27,9 +34,9 @@ class RowWeights:
 
     @classmethod
     def of(cls, query: HeadProjection, key: HeadProjection) -> RowWeights:
-        """The effective weights of a constrained pair."""
+        """The effective weights of a constrained pair, gathered if they are sharded."""
         rows = (query.weight, key.weight, query.saved_bias, key.saved_bias)
-        return cls(*(None if t is None else t.detach() for t in rows))  # type: ignore[arg-type]
+        return cls(*(None if t is None else whole(t.detach()) for t in rows))  # type: ignore[arg-type]
 
     def by_head(self, head_dim: int) -> HeadWeights:
         """The same, head by head and tall."""
@@ -41,6 +48,15 @@ class Constraint:
     """How one attention layer is constrained; kept with the layer, for loading and release.
 
     ``scaling`` is what the layer itself multiplies its logits by.
+
+    Example:
+        >>> from torch import nn
+        >>> from geodescent.manifolds import Stiefel
+        >>> constraint = Constraint(Stiefel(), "head", "spectrum", rotary=False, head_dim=4, scaling=0.5)
+        >>> to_q, to_k = nn.Linear(8, 8), nn.Linear(8, 8)
+        >>> q, k, exact = constraint.pair(RowWeights(to_q.weight, to_k.weight, to_q.bias, to_k.bias))
+        >>> q.frames.shape, exact
+        (torch.Size([2, 8, 4]), True)
     """
 
     manifold: Manifold
@@ -57,7 +73,8 @@ class Constraint:
             frames=self.frames,
             gains="direction" if self.logit_scale == "spectrum" else "head",
             rotary=self.rotary,
-            atol=default_atol(dtype),
+            # half of what a ManifoldParameter allows: kept frames must pass its check in its own arithmetic
+            atol=default_atol(dtype) / 2,
         )
 
     def tensors(
@@ -125,6 +142,7 @@ def load_pair(
         assign: the loaded tensors replace the old ones, with their dtype.
     """
     now = RowWeights.of(query, key)
+    found = {role: whole(tensor) for role, tensor in found.items()}
     for role, tensor in found.items():
         expected = getattr(now, role)
         if tensor.shape != expected.shape:
@@ -140,13 +158,14 @@ def load_pair(
             break
     dtype = found["query"].dtype if assign and "query" in found else query.frames.dtype
     device = found["query"].device if assign and "query" in found else query.frames.device
-    weights = RowWeights(**{r: found.get(r, getattr(now, r)) for r in ("query", "key", "query_bias", "key_bias")})
+    weights = dataclasses.replace(now, **found)
     try:
         converted = constraint.convert(weights, dtype)
     except ValueError as error:
         error_msgs.append(f'under "{prefixes[0]}": {error}')
         converted = constraint.convert(now, dtype)
-    for prefix, entries in zip(prefixes, constraint.tensors(converted, dtype, device), strict=True):
+    tensors = constraint.tensors(converted, dtype, device)
+    for prefix, entries, projection in zip(prefixes, tensors, (query, key), strict=True):
         for name, tensor in entries.items():
             if tensor is not None:
-                state_dict[prefix + name] = tensor
+                state_dict[prefix + name] = placed_like(tensor, getattr(projection, name))

@@ -35,6 +35,10 @@ class HeadWeights:
 
     Shapes: query (h, d, d_h), key (h_k, d_k, d_h), query_bias (h, d_h), key_bias (h_k, d_h); h_k divides h, and query
     head i reads key head i·h_k // h, as grouped-query attention does.
+
+    Example:
+        >>> HeadWeights.from_rows(torch.ones(6, 8), torch.ones(4, 8), None, None, head_dim=2).key.shape
+        torch.Size([2, 8, 2])
     """
 
     query: Tensor
@@ -59,11 +63,11 @@ class HeadWeights:
         )
 
     def double(self) -> HeadWeights:
-        """The same in float64, on the CPU where the device has no float64."""
+        """A copy in float64, on the CPU where the device has no float64."""
         device = torch.device("cpu") if self.query.device.type == "mps" else self.query.device
 
         def up(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t.to(device, torch.float64)
+            return None if t is None else t.to(device, torch.float64, copy=True)
 
         query, key = up(self.query), up(self.key)
         assert query is not None

@@ -9,19 +9,21 @@ from torch import Tensor, nn
 
 from ..manifolds import Manifold, ManifoldParameter
 from ..manifolds.linalg import default_atol
-from ..manifolds.parameter import rebuild
+from .frame_module import FrameModule
+from .sharding import is_sharded, whole
 
 __all__ = ["HeadProjection"]
 
 
-class HeadProjection(nn.Module):
+class HeadProjection(FrameModule):
     """x ↦ [x U₁ diag(g₁), …, x U_h diag(g_h)] + b, in the place of an ``nn.Linear`` of a model.
 
     :func:`~geodescent.attention.constrain` makes them. ``weight`` is the (out, in) matrix that ``nn.Linear`` would
     have, computed anew from ``frames`` and ``gain`` whenever it is read, and ``state_dict()`` holds that matrix and
-    the bias under the names ``weight`` and ``bias``, with a bias of zeros where the conversion dropped one. The
-    module above, which knows queries and keys, converts such a state dict when it is loaded; within
-    :func:`~geodescent.attention.frame_state_dict` the frames and gains themselves are saved, and load here.
+    the bias under the names ``weight`` and ``bias``, with a bias of zeros where the conversion dropped one; where
+    ``saved_above`` is set, the module above saves them as a part of a fused matrix. That module knows queries and keys
+    and converts such a state dict when it is loaded. In a :func:`~geodescent.attention.frame_state_dict` are the frames
+    and gains themselves, which load here.
 
     Args:
         frames: points of ``manifold``, (h, n, d_h), or (1, n, h·d_h) for one frame over all heads.
@@ -34,8 +36,18 @@ class HeadProjection(nn.Module):
 
     Raises:
         NotOnManifoldError: the frames are off the manifold.
+
+    Example:
+        >>> from geodescent.manifolds import Stiefel
+        >>> frames = Stiefel().random_point(3, 8, 2)
+        >>> project = HeadProjection(frames, torch.ones(3, 2), torch.zeros(6), manifold=Stiefel())
+        >>> project(torch.zeros(5, 8)).shape, project.weight.shape
+        (torch.Size([5, 6]), torch.Size([6, 8]))
+        >>> list(project.state_dict()), [name for name, _ in project.named_parameters()]
+        (['weight', 'bias'], ['frames', 'gain', 'bias'])
     """
 
+    frame_names = ("frames",)
     frames: ManifoldParameter
     gain: Tensor | None
     bias: nn.Parameter | None
@@ -57,6 +69,7 @@ class HeadProjection(nn.Module):
         super().__init__()
         self.manifold = manifold
         self.dropped_bias = dropped_bias
+        self.saved_above = False
         self.in_features = frames.shape[-2]
         self.out_features = frames.shape[0] * frames.shape[-1]
         self.frames = ManifoldParameter(frames.contiguous(), manifold, requires_grad)
@@ -105,6 +118,7 @@ class HeadProjection(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         if self.saves_frames:
             super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.saves_frames or self.saved_above:
             return
         destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
         bias = self.saved_bias
@@ -116,27 +130,21 @@ class HeadProjection(nn.Module):
     ) -> None:
         if prefix + "weight" in state_dict:
             error_msgs.append(
-                f'"{prefix}weight" cannot be loaded alone: frames come from queries and keys together; load through the '
-                "attention module or a module above it"
+                f'"{prefix}weight" cannot be loaded alone: frames come from queries and keys together; load through '
+                "the attention module or a module above it"
             )
             return
         if prefix + "frames" not in state_dict:
+            if self.saved_above:
+                return
             missing_keys.append(prefix + "weight")
             if self.saved_bias is not None:
                 missing_keys.append(prefix + "bias")
             return
-        before = self.frames
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        loaded: Tensor = self.frames
-        if not isinstance(loaded, ManifoldParameter):  # load_state_dict(assign=True) puts a plain parameter there
-            try:
-                self.frames = ManifoldParameter(loaded, self.manifold, before.requires_grad)
-            except ValueError as error:
-                self.frames = before
-                error_msgs.append(f'While assigning "{prefix}frames": {error}')
-        error = float(self.manifold.point_error(self.frames.detach()).max())
+        # fully_shard has replaced the parameter already: there is no class to restore
+        load = nn.Module._load_from_state_dict if is_sharded(self.frames) else FrameModule._load_from_state_dict
+        load(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        error = float(self.manifold.point_error(whole(self.frames.detach())).max())
         if error > default_atol(self.frames.dtype):
             # the frames passed the check at the precision of the checkpoint, not at that of this layer
             warnings.warn(
@@ -144,15 +152,3 @@ class HeadProjection(nn.Module):
                 "geodescent.attention.reproject(model) takes it to the nearest frames",
                 stacklevel=2,
             )
-
-    def _apply(self, fn, recurse: bool = True):
-        before = self.frames.dtype
-        super()._apply(fn, recurse)
-        moved: Tensor = self.frames
-        # moves that cannot keep the tensor, such as to_empty() from the meta device, make a plain parameter of it
-        if not isinstance(moved, ManifoldParameter):
-            self.frames = rebuild(moved, moved.requires_grad, self.manifold)
-        # .double() of a float32 frame would be orthonormal to float32's rounding only
-        if torch.finfo(moved.dtype).eps < torch.finfo(before).eps and not moved.is_meta:
-            moved.detach().copy_(self.manifold.project_point(moved.detach()))
-        return self

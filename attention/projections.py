@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from ..manifolds import Manifold, ManifoldParameter
-from ..manifolds.parameter import rebuild
+from .frame_module import FrameModule
 
 __all__ = ["FrameProjection"]
 
 
-class FrameProjection(nn.Module):
+class FrameProjection(FrameModule):
     """x ↦ [x W₁, …, x W_h] with every frame W_i a point of ``manifold``, or its transpose y ↦ Σ yᵢ W_iᵀ.
 
     The frames are stored contiguous and tall, (frames, features, width), so that a shard along the first dimension
@@ -27,6 +27,12 @@ class FrameProjection(nn.Module):
 
     Raises:
         ValueError: the manifold cannot hold (features, width), as when a Stiefel frame would be wide.
+
+    Example:
+        >>> from geodescent.manifolds import Stiefel
+        >>> project = FrameProjection(8, frames=3, width=2, manifold=Stiefel())
+        >>> project(torch.zeros(5, 8)).shape, project.weight.shape, project.matrix().shape
+        (torch.Size([5, 6]), torch.Size([3, 8, 2]), torch.Size([6, 8]))
     """
 
     weight: ManifoldParameter
@@ -77,32 +83,3 @@ class FrameProjection(nn.Module):
         frames, features, width = self.weight.shape
         arrow = f"{frames}x{width} -> {features}" if self.transpose else f"{features} -> {frames}x{width}"
         return f"{arrow}, bias={self.bias is not None}, manifold={self.manifold!r}"
-
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        # load_state_dict(assign=True) replaces the parameter by a plain one, without a check: both are mended here
-        before = self.weight
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        loaded: Tensor = self.weight
-        if isinstance(loaded, ManifoldParameter):
-            return
-        try:
-            self.weight = ManifoldParameter(loaded, self.manifold, before.requires_grad)
-        except ValueError as error:
-            self.weight = before
-            error_msgs.append(f'While assigning "{prefix}weight": {error}')
-
-    def _apply(self, fn, recurse: bool = True):
-        before = self.weight.dtype
-        super()._apply(fn, recurse)
-        moved: Tensor = self.weight
-        # moves that cannot keep the tensor, such as to_empty() from the meta device, make a plain parameter of it
-        if not isinstance(moved, ManifoldParameter):
-            self.weight = rebuild(moved, moved.requires_grad, self.manifold)
-        # .double() of a float32 frame would be orthonormal to float32's rounding only
-        if torch.finfo(moved.dtype).eps < torch.finfo(before).eps and not moved.is_meta:
-            moved.detach().copy_(self.manifold.project_point(moved.detach()))
-        return self

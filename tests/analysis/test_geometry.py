@@ -381,3 +381,25 @@ def test_repr_html_dict_and_plot():
     ax = matplotlib.figure.Figure().subplots()
     assert geometry.plot(ax) is ax
     assert len(ax.lines) == 2
+
+
+@pytest.mark.parametrize("scale", ["spectrum", "learned"])
+def test_constrained_attention_is_read_as_the_ordinary_attention_it_is(scale):
+    from geodescent.attention import constrain
+
+    torch.manual_seed(0)
+    for make in (
+        lambda: nn.MultiheadAttention(16, 4),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32), 2, enable_nested_tensor=False),
+    ):
+        model = make()
+        before = attention_geometry(model)
+        constrain(model, logit_scale=scale)
+        after = attention_geometry(model)
+        assert [layer.name for layer in after.layers] == [layer.name for layer in before.layers]
+        assert not after.skipped
+        for old, new in zip(before.layers, after.layers, strict=True):
+            if scale == "spectrum":  # exact
+                torch.testing.assert_close(new.spectrum, old.spectrum, rtol=0, atol=1e-6)
+            assert new.key_condition.max() < 1 + 1e-5
+            torch.testing.assert_close(new.ov_spectrum, old.ov_spectrum, rtol=0, atol=1e-6)

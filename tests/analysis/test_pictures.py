@@ -19,10 +19,11 @@ from geodescent.analysis import (
     plot_tracks,
     weight_decay_drift,
 )
-from geodescent.analysis.pictures import OKABE_ITO
+from geodescent.analysis.pictures import OKABE_ITO, plot_soft_threshold
 from geodescent.manifolds import Stiefel
 from geodescent.optim import RiemannianAdam
 from matplotlib import colors
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -39,6 +40,22 @@ def model(layers=2, heads=2, seed=0):
 
 def texts(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def collisions(ax):
+    """Pairs of names of one axis that run into each other when drawn."""
+    canvas = FigureCanvasAgg(ax.figure)
+    canvas.draw()
+    found = 0
+    for axis in (ax.xaxis, ax.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        boxes = [
+            label.get_window_extent(canvas.get_renderer())
+            for place, label in zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+            if low <= place <= high and label.get_text()
+        ]
+        found += sum(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    return found
 
 
 def report(layers=2, heads=2, samples=4):
@@ -71,6 +88,55 @@ def test_many_layers_are_a_ramp_with_two_names(ax):
     plot_spectra(attention_geometry(model(20)), ax)
     assert texts(ax) == ["layer0", "layer19"]
     assert len({colors.to_hex(line.get_color()) for line in ax.lines}) == 20
+
+
+def test_the_heads_of_many_are_faint_under_the_medians_of_layers(ax):
+    geometry = attention_geometry(model(3, 12))
+    plot_spectra(geometry, ax)
+    faint, bold = ax.lines[:36], ax.lines[36:]
+    assert [np.asarray(line.get_ydata()).tolist() for line in bold] == [
+        pytest.approx(np.median(layer.spectrum.numpy(), axis=0).tolist()) for layer in geometry.layers
+    ]
+    assert max(line.get_alpha() for line in faint) < 0.3
+    assert min(line.get_linewidth() for line in bold) > 2 * max(line.get_linewidth() for line in faint)
+    assert texts(ax) == ["layer0", "layer1", "layer2"]
+
+
+def test_a_short_logarithmic_axis_has_plain_numbers(ax):
+    state = {"q_proj.weight": torch.diag(torch.tensor([4.0, 3.0, 2.0])), "k_proj.weight": torch.eye(3)}
+    plot_spectra(attention_geometry(state, num_heads=1), ax)
+    assert ax.get_yscale() == "log"
+    FigureCanvasAgg(ax.figure).draw()
+    low, high = ax.get_ylim()
+    shown = [label.get_text() for label in ax.get_yticklabels() if low <= label.get_position()[1] <= high]
+    assert len(shown) >= 2
+    assert all(text == f"{float(text):g}" for text in shown)
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 4), (24, 16)])
+@pytest.mark.parametrize("picture", [plot_spectra, plot_angles, plot_drift])
+def test_names_do_not_run_into_each_other_whatever_the_size(layers, heads, picture):
+    """Of a checkpoint's long names too, on a figure of the usual size."""
+    generator = torch.Generator().manual_seed(0)
+    states = [
+        {
+            f"model.layers.{i}.self_attn.{side}_proj.weight": torch.randn(2 * heads, 6, generator=generator)
+            for i in range(layers)
+            for side in "qk"
+        }
+        for _ in range(2)
+    ]
+    ax = Figure(figsize=(6.4, 4.8), layout="constrained").subplots()
+    if picture is plot_spectra:
+        plot_spectra(attention_geometry(states[0], num_heads=heads), ax)
+    else:
+        picture(drift(*states, num_heads=heads, samples=2), ax)
+    assert collisions(ax) == 0
+    box = ax.get_position()
+    assert box.width > 0.5  # names leave the picture its room
+    assert box.height > 0.5
+    assert ax.get_xlabel()
+    assert ax.get_ylabel()
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
@@ -115,6 +181,7 @@ def test_drift_is_a_point_a_head_in_units_of_random_subspaces(ax):
     assert np.asarray(query.get_ydata()).tolist() == pytest.approx(expected)
     assert texts(ax) == ["query", "key", "random subspaces"]
     assert query.get_marker() != key.get_marker()  # not by colour alone
+    assert ax.get_xlabel() == "layer"
     other = Figure().subplots()
     plot_drift(report(samples=0), other)
     assert "radians" in other.get_ylabel()
@@ -139,6 +206,30 @@ def test_tracks_are_means_with_the_band_of_heads_and_of_random_subspaces(ax):
     other = Figure().subplots()
     plot_tracks(tracker, other, quantities=("loss", "no such thing"))
     assert texts(other) == ["loss"]
+
+
+def test_quantities_of_two_units_have_both_on_the_axis_and_the_band_says_whose_it_is(ax):
+    tracker = GeometryTracker(model())
+    for step in (0, 1):
+        tracker.record(step)
+    plot_tracks(tracker, ax, quantities=("query_condition", "query_distance"))
+    assert ax.get_ylabel() == "κ₂ of W_Q; subspace distance, radians"
+    assert texts(ax)[-1] == "random subspaces, 5 to 95 % (subspace distance, radians)"
+
+
+def test_a_drift_of_nothing_is_at_zero_and_not_a_picture_of_rounding(ax):
+    same = model()
+    plot_drift(drift(same, same, samples=0), ax)
+    assert ax.get_ylim() == (0, 1e-6)
+
+
+def test_a_drift_that_is_not_a_number_leaves_the_others(ax):
+    found = report(1, 3)
+    values = found.layers[0].query_distance.clone()
+    values[1] = math.nan
+    plot_drift(dataclasses.replace(found, layers=(dataclasses.replace(found.layers[0], query_distance=values),)), ax)
+    assert np.isnan(np.asarray(ax.lines[0].get_ydata())).tolist() == [False, True, False]
+    assert math.isfinite(ax.get_ylim()[1])
 
 
 def test_certificates_are_bars_that_cross_one_exactly_where_they_fail(ax):
@@ -179,6 +270,42 @@ def test_decay_is_drawn_over_its_prediction(ax, quantity):
     assert heights == pytest.approx([measured[step] for step in steps], rel=1e-9)  # decay alone is as predicted
     assert ax.get_ylabel()
     assert plot_decay(found, quantity, ax) is ax
+
+
+def test_runs_that_do_not_differ_are_one_line_and_zero_is_at_the_bottom(ax):
+    found = weight_decay_drift(model(1), lr=0.1, weight_decay=0.5, steps=20)
+    plot_decay(found, "balance", ax)
+    assert texts(ax).count("all runs, constrained (zero)") == 1
+    assert "predicted" in texts(ax)
+    assert "small steps: exp(−2·lr·λ·t)" in texts(ax)
+    smallest = min(float(found[f"{name}, plain"].balance.min()) for name in ("decay", "gradient", "cyclic"))
+    assert 0.01 * smallest < ax.get_ylim()[0] < smallest  # the rounding of frames, 1e-16, does not stretch the axis
+    other = Figure().subplots()
+    plot_decay(found, "query_condition", other)
+    assert "decay / gradient, plain" in texts(other)  # neither changes it
+
+
+def test_one_head_one_step_and_an_infinite_condition_number_are_drawn(ax):
+    state = {"q_proj.weight": torch.diag(torch.tensor([1.0, 0.0])), "k_proj.weight": torch.eye(2)}
+    found = weight_decay_drift(state, lr=0.1, weight_decay=0.5, steps=1, num_heads=1)
+    for quantity in ("query_condition", "balance", "spectrum"):
+        plot_decay(found, quantity, ax)
+    FigureCanvasAgg(ax.figure).draw()
+
+
+def test_singular_values_at_the_end_lie_over_the_soft_threshold(ax):
+    found = weight_decay_drift(model(1), lr=0.1, weight_decay=0.1, steps=200)
+    assert plot_soft_threshold(found, ax) is ax
+    drawn = {line.get_label(): np.asarray(line.get_xydata()) for line in ax.lines}
+    arm = found["decay and gradient, plain"]
+    both = np.stack([arm.spectrum[0].flatten().numpy(), arm.spectrum[-1].flatten().numpy()], 1)
+    assert drawn["decay and gradient, plain"] == pytest.approx(both)
+    kink = drawn["at the end of time: max(σ − λ, 0)"]
+    assert kink[:2].tolist() == [[0.0, 0.0], [0.1, 0.0]]
+    assert kink[-1, 0] - kink[-1, 1] == pytest.approx(0.1)
+    assert "predicted" in drawn
+    assert "200 steps" in ax.get_ylabel()
+    assert ax.get_xlabel()
 
 
 def test_the_palette_is_told_apart_by_the_colour_blind():

@@ -75,6 +75,8 @@ RESULTS = {
     "decay": lambda: analysis.weight_decay_certificate(MANIFOLD, X, 0.1),
     "Noether": lambda: noether(draw(6, 3)),
     "conditioning, NaN": lambda: dataclasses.replace(RESULTS["conditioning"](), condition_number=math.nan),
+    "decay drift": lambda: analysis.weight_decay_drift(attention(), lr=0.1, weight_decay=0.5, steps=3),
+    "decay arm": lambda: analysis.weight_decay_drift(attention(), lr=0.1, weight_decay=0.5, steps=3).arms[0],
     "vertical": lambda: analysis.vertical_part(analysis.logit_shift_orbit(draw(5, 2)), {"w_u": draw(5, 2, seed=2)}),
     "geometry": lambda: analysis.attention_geometry(attention()),
     "geometry layer": lambda: analysis.attention_geometry(attention()).layers[0],

@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
-from geodescent.analysis import weight_decay_drift
+from geodescent.analysis import WeightDecayDrift, weight_decay_drift
+from geodescent.analysis.decay_predictions import deviations, held_spectrum
 from geodescent.attention import StiefelAttention
 from geodescent.optim import RiemannianAdam
+from scipy.integrate import solve_ivp
 from torch import nn
 
 
@@ -59,11 +61,13 @@ def test_the_held_circuit_is_soft_thresholded_by_decay():
     )
     sigma = torch.tensor([2.0, 1.0, 0.2], dtype=torch.float64)
     state = {"q_proj.weight": (q * sigma.sqrt() * 1.3).mT, "k_proj.weight": (k * sigma.sqrt() / 1.3).mT}
-    found = weight_decay_drift(state, lr=0.1, weight_decay=0.5, steps=600, num_heads=1)
+    found = weight_decay_drift(state, lr=0.1, weight_decay=0.5, steps=600, num_heads=1, records=20)
     arm = found["decay and gradient, plain"]
     # scaled by 1/√3: not part of the circuit that is held
     assert arm.spectrum[-1, 0].tolist() == pytest.approx([1.5, 0.5, 0.0], abs=2e-3)
-    assert arm.predictions["spectrum"][-1, 0].tolist() == pytest.approx([1.5, 0.5, 0.0], abs=1e-9)
+    assert arm.limits["spectrum"][0].tolist() == pytest.approx([1.5, 0.5, 0.0], abs=1e-12)
+    assert arm.limit_deviations["spectrum"] < 1e-3
+    assert arm.deviations["spectrum"] < 0.03  # on the way there: these factors are not balanced
     assert arm.balance[-1, 0] < 1e-6 * arm.balance[0, 0]
     assert found["gradient, plain"].moved.max() < 1e-12  # it starts at its minimum
     assert torch.allclose(found.decay_effect("spectrum")[-1], arm.spectrum[-1] - arm.spectrum[0])
@@ -176,3 +180,77 @@ def test_bad_arguments_are_named(arguments, message):
 def test_a_loss_needs_a_module():
     with pytest.raises(ValueError, match="module must be a torch module"):
         weight_decay_drift(layer().state_dict(), 0.1, 0.1, 2, loss=lambda m: torch.zeros(()), num_heads=3)
+
+
+def test_the_predicted_spectrum_solves_the_flow_of_the_factors():
+    """Against the differential equation of balanced factors a = b = √s, decay switched off and on, integrated."""
+    sigma, lr = [2.0, 0.5, 0.2], 0.01
+    path = held_spectrum(
+        torch.tensor([sigma], dtype=torch.float64),
+        lr,
+        lambda t: 0.5 if t < 300 or t >= 500 else 0.0,
+        [0, 300, 500, 900],
+    )
+    for i, s in enumerate(sigma):
+        a = s**0.5
+        for k, (decay, span) in enumerate([(0.5, 3.0), (0.0, 2.0), (0.5, 4.0)]):
+            solved = solve_ivp(
+                lambda _, w, s=s, decay=decay: -(w * w - s) * w - decay * w, (0, span), [a], rtol=1e-10, atol=1e-12
+            )
+            a = solved.y[0, -1]
+            assert float(path[k + 1, 0, i]) == pytest.approx(a * a, rel=1e-7)
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.01])
+def test_balanced_factors_follow_the_predicted_spectrum_up_to_the_step_length(lr):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.linalg.qr(torch.randn(8, 3, dtype=torch.float64, generator=generator))[0] for _ in range(2))
+    root = torch.tensor([1.5, 1.0, 0.3], dtype=torch.float64).sqrt()
+    state = {"q_proj.weight": (q * root).mT, "k_proj.weight": (k * root).mT}
+    found = weight_decay_drift(state, lr=lr, weight_decay=0.4, steps=round(3 / lr), num_heads=1, records=10)
+    for name in ("decay and gradient, plain", "cyclic, plain"):
+        arm = found[name]
+        assert arm.deviations["spectrum"] < 0.3 * lr
+        assert (arm.spectrum[-1] / arm.spectrum[0]).min() < 0.7  # there was something to predict
+
+
+def test_the_law_of_small_steps_stands_beside_that_of_the_steps_taken():
+    found = weight_decay_drift(layer(), lr=0.1, weight_decay=0.5, steps=40)
+    arm = found["decay, plain"]
+    t = arm.steps[:, None].double()
+    assert torch.allclose(arm.limits["balance"], arm.balance[0] * torch.exp(-2 * 0.1 * 0.5 * t), rtol=1e-12)
+    assert arm.deviations["balance"] < 1e-12 < 1e-3 < arm.limit_deviations["balance"] < 0.05
+    cyclic = found["cyclic, plain"]  # 8 on, 8 off: the 16 steps of decay in 24 count
+    assert torch.allclose(cyclic.limits["balance"][24], arm.limits["balance"][16])
+    assert found["decay, constrained"].limits == {}
+
+
+def test_deviations_leave_out_what_is_not_finite():
+    one = torch.ones(2, 1)
+    seen = {"balance": torch.tensor([[math.nan], [1.5]]), "query_condition": one * math.inf, "query_norm": 2 * one}
+    off = deviations(seen, {"balance": 2 * one, "query_condition": one})
+    assert off["balance"] == pytest.approx(0.25)
+    assert math.isnan(off["query_condition"])
+    # a prediction of 0 is held against the squared norm, of which the balance is made
+    assert deviations(seen, {"balance": 0 * one})["balance"] == pytest.approx(1.5 / 4)
+
+
+def test_a_rank_deficient_head_has_an_infinite_condition_number():
+    state = {"q_proj.weight": torch.diag(torch.tensor([1.0, 0.0])), "k_proj.weight": torch.eye(2)}
+    found = weight_decay_drift(state, lr=0.1, weight_decay=0.5, steps=4, num_heads=1)
+    assert torch.isinf(found["decay, plain"].query_condition).all()
+    assert math.isnan(found["decay, plain"].deviations["query_condition"])
+    assert found["decay, plain"].deviations["spectrum"] < 1e-12
+    assert "inf" in repr(found)
+
+
+def test_the_result_fits_a_screen_and_comes_back_from_plain_values():
+    found = weight_decay_drift(layer(), lr=0.1, weight_decay=0.3, steps=20)
+    lines = repr(found).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 140
+    again = WeightDecayDrift.from_dict(found.to_dict())
+    assert repr(again) == repr(found)
+    assert torch.equal(again["cyclic, plain"].limits["balance"], found["cyclic, plain"].limits["balance"])
+    with pytest.raises(KeyError, match="no run 'gradient'"):
+        found["gradient"]

@@ -28,6 +28,11 @@ def lightning_callback(path: str | os.PathLike[str] | None = None, *, every: int
         ::
 
             trainer = lightning.Trainer(callbacks=[lightning_callback("runs/geometry.jsonl")])
+
+        >>> lightning_callback(every=0)
+        Traceback (most recent call last):
+        ...
+        ValueError: every must be at least 1, found 0
     """
     _check(every)
     try:
@@ -80,6 +85,11 @@ def transformers_callback(path: str | os.PathLike[str] | None = None, *, every: 
         ::
 
             trainer = transformers.Trainer(model, args, callbacks=[transformers_callback("runs/geometry.jsonl")], ...)
+
+        >>> transformers_callback(every=0)
+        Traceback (most recent call last):
+        ...
+        ValueError: every must be at least 1, found 0
     """
     _check(every)
     try:

@@ -77,6 +77,14 @@ def stationarity_certificate(
 
     Raises:
         NotOnManifoldError, ValueError: as :func:`steepest_descent_certificate`.
+
+    Example:
+        >>> import torch
+        >>> from geodescent.manifolds import Stiefel
+        >>> a, x = torch.diag(torch.tensor([3.0, 2.0, 1.0]).double()), torch.eye(3, 2, dtype=torch.float64)
+        >>> found = stationarity_certificate(Stiefel(), x, -2 * a @ x)  # of −tr(XᵀAX) at eigenvectors
+        >>> round(found.ambient_norm, 6), found.riemannian_norm, found.passed
+        (7.211103, 0.0, True)
     """
     x64, gradient = points_and_vectors(manifold, x, egrad=egrad)
     riemannian = float(length_in(manifold.inner, x64, manifold.egrad_to_rgrad(x64, gradient)).max())
@@ -97,6 +105,16 @@ def conditioning_certificate(
     Raises:
         NotOnManifoldError: x is off the manifold.
         ValueError: the manifold is not Stiefel with a metric of the α-family; shapes that differ; non-finite entries.
+
+    Example:
+        >>> import torch
+        >>> from geodescent.manifolds import Stiefel
+        >>> x = torch.eye(4, 2, dtype=torch.float64)
+        >>> step = torch.zeros(4, 2, dtype=torch.float64)
+        >>> step[2, 0] = 0.75  # √(1 + 0.75²) = 1.25
+        >>> found = conditioning_certificate(Stiefel(), x, step)
+        >>> round(found.condition_number, 12), found.passed
+        (1.25, True)
     """
     if not has_conditioning_bound(manifold):
         raise ValueError(f"the conditioning bound is that of Stiefel with an AlphaMetric, found {manifold!r}")

@@ -138,6 +138,13 @@ def black_box_step_fn(optimizer_factory: OptimizerFactory, manifold: Manifold) -
     the same point; the two differ at second or third order in the step's length, so audit an optimizer with a manifold
     of its own retraction. Where the parameter leaves the manifold, or goes farther than the retraction can reach, there
     is no such vector, and the plain displacement stands in for it; it is not tangent, and the certificates show that.
+
+    Example:
+        >>> import torch
+        >>> from geodescent.manifolds import Euclidean
+        >>> step_fn = black_box_step_fn(lambda params: torch.optim.SGD(params, lr=0.5), Euclidean())
+        >>> step_fn(torch.zeros(1, 2), [torch.ones(1, 2)])
+        [tensor([[-0.5000, -0.5000]])]
     """
 
     def step_fn(x: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -187,6 +194,13 @@ def certify(
 
     Raises:
         ValueError: steps < 1; an unknown claim; what the certificates and the manifold raise.
+
+    Example:
+        >>> import torch
+        >>> from geodescent.manifolds import Stiefel
+        >>> report = certify(lambda params: torch.optim.SGD(params, lr=0.1), Stiefel(), (6, 2), steps=1)
+        >>> report.passed, report.left_manifold  # torch's SGD knows nothing of the manifold
+        (False, True)
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, found {steps}")

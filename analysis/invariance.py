@@ -94,6 +94,14 @@ def scale_free_certificate(
     Raises:
         ValueError: a scale that is not positive, fewer than two different scales including 1, or a wrong number of
             steps.
+
+    Example:
+        >>> import torch
+        >>> x, gradients = torch.eye(5, 3, dtype=torch.float64), [torch.ones(5, 3, dtype=torch.float64)]
+        >>> scale_free_certificate(lambda x, gs: [-g / g.norm() for g in gs], x, gradients).passed
+        True
+        >>> scale_free_certificate(lambda x, gs: [-g for g in gs], x, gradients).passed
+        False
     """
     factors = [float(c) for c in scales]
     if not factors or not all(0 < c < float("inf") for c in factors) or set(factors) == {1.0}:
@@ -134,6 +142,14 @@ def equivariance_certificate(
 
     Raises:
         ValueError: x is not a matrix, or a wrong number of steps.
+
+    Example:
+        >>> import torch
+        >>> x, gradients = torch.eye(5, 3, dtype=torch.float64), [torch.eye(5, 3, dtype=torch.float64)]
+        >>> equivariance_certificate(lambda x, gs: [-g for g in gs], x, gradients).passed
+        True
+        >>> equivariance_certificate(lambda x, gs: [-g.sign() for g in gs], x, gradients).passed
+        False
     """
     start = _matrices(x)
     q = _haar(start, start.shape[-2], (), generator)
@@ -222,6 +238,13 @@ def weight_decay_certificate(
     Raises:
         NotOnManifoldError: x is off the manifold.
         ValueError: weight_decay is not a positive number; step_fn without gradients.
+
+    Example:
+        >>> import torch
+        >>> from geodescent.manifolds import Euclidean, Stiefel
+        >>> x = torch.eye(5, 3, dtype=torch.float64)
+        >>> weight_decay_certificate(Stiefel(), x, 0.1).passed, weight_decay_certificate(Euclidean(), x, 0.1).passed
+        (True, False)
     """
     if not 0 < weight_decay < float("inf"):
         raise ValueError(

@@ -58,6 +58,12 @@ def to_geoopt(manifold: Manifold) -> Any:
     Raises:
         ImportError: geoopt is not installed.
         TypeError: ``manifold`` is not a manifold of this package.
+
+    Example:
+        >>> import geoopt
+        >>> theirs = to_geoopt(Stiefel())
+        >>> isinstance(theirs, geoopt.EuclideanStiefel), theirs.geodescent == Stiefel()
+        (True, True)
     """
     if not isinstance(manifold, Manifold):
         raise TypeError(f"manifold must be a geodescent.manifolds.Manifold object, found {manifold!r}")
@@ -213,6 +219,11 @@ def from_geoopt(manifold: Any) -> Manifold:
     Raises:
         ImportError: geoopt is not installed.
         TypeError: ``manifold`` is not a geoopt manifold.
+
+    Example:
+        >>> import geoopt
+        >>> from_geoopt(geoopt.EuclideanStiefel()) == Stiefel(EuclideanMetric(), QR(), ProjectionTransport())
+        True
     """
     geoopt = _geoopt()
     if not isinstance(manifold, geoopt.Manifold):

@@ -44,7 +44,14 @@ class ParameterReport:
 
 
 def parameter_report(model: nn.Module) -> ParameterReport:
-    """A row a parameter of ``model``: name, shape, manifold, point error, and what :class:`RiemannianAdam` does."""
+    """A row a parameter of ``model``: name, shape, manifold, point error, and what :class:`RiemannianAdam` does.
+
+    Example:
+        >>> from geodescent.attention import StiefelAttention
+        >>> report = parameter_report(StiefelAttention(8, 2, bias=False))
+        >>> report.rows[0].name, report.rows[0].shape
+        ('logit_scale', (2,))
+    """
     rows = []
     for name, p in model.named_parameters():
         constrained = isinstance(p, ManifoldParameter) and not isinstance(p.manifold, Euclidean)

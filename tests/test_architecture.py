@@ -12,6 +12,7 @@ ALLOWED = {
     "attention": {"manifolds"},
     "analysis": {"manifolds"},
     "experiments": {"manifolds", "optim", "attention", "analysis"},
+    "benchmarks": {"manifolds", "optim", "attention", "analysis"},
 }
 
 

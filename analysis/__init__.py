@@ -39,7 +39,15 @@ from .orbits import (
     rescaling_orbit,
     vo_orbit,
 )
-from .pictures import plot_angles, plot_certificates, plot_decay, plot_drift, plot_spectra, plot_tracks
+from .pictures import (
+    plot_angles,
+    plot_certificates,
+    plot_decay,
+    plot_drift,
+    plot_soft_threshold,
+    plot_spectra,
+    plot_tracks,
+)
 from .spectra import condition_number, principal_angles, procrustes_distance, singular_spectrum, subspace_distance
 from .symmetry import NoetherResidual, VerticalPart, noether_residual, vertical_part
 from .track_file import read_track
@@ -97,6 +105,7 @@ __all__ = [
     "plot_certificates",
     "plot_decay",
     "plot_drift",
+    "plot_soft_threshold",
     "plot_spectra",
     "plot_tracks",
     "principal_angles",

@@ -7,29 +7,33 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
+from ._pictures import MOST_LINES, MOST_NAMES, OKABE_ITO, STYLES, layer_names, legend, log_axis, ramp, thinned, unit
 from ._result import axes
+from .decay_pictures import plot_decay, plot_soft_threshold
 
 if TYPE_CHECKING:
     from .certify import CertificateReport
     from .drift import DriftReport
     from .geometry import AttentionGeometry
     from .tracker import GeometryTracker
-    from .weight_decay import WeightDecayDrift
 
-__all__ = ["OKABE_ITO", "plot_angles", "plot_certificates", "plot_decay", "plot_drift", "plot_spectra", "plot_tracks"]
-
-# Okabe & Ito's palette, distinguishable under the common colour blindnesses; yellow is left out, it vanishes on white
-OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
-_STYLES = ("-", "--", ":", "-.")
-
-# more names than this do not fit a legend or an axis
-_MOST_NAMES = 12
+__all__ = [
+    "OKABE_ITO",
+    "plot_angles",
+    "plot_certificates",
+    "plot_decay",
+    "plot_drift",
+    "plot_soft_threshold",
+    "plot_spectra",
+    "plot_tracks",
+]
 
 
 def plot_spectra(geometry: AttentionGeometry, ax: Any = None, *, circuit: str = "qk") -> Any:
     """Singular values of the QK or OV circuit against their index, a line a head, a colour a layer.
+
+    Where the heads are too many to be told apart, their lines are faint and each layer's median over heads is bold.
 
     Args:
         circuit: "qk" or "ov".
@@ -45,18 +49,29 @@ def plot_spectra(geometry: AttentionGeometry, ax: Any = None, *, circuit: str = 
         raise ValueError(f'circuit must be "qk" or "ov", found {circuit!r}')
     ax = axes(ax)
     layers = geometry.layers
-    ramp = _ramp(len(layers))
-    for i, layer in enumerate(layers):
-        spectrum = layer.spectrum if circuit == "qk" else layer.ov_spectrum
-        for head, values in enumerate([] if spectrum is None else spectrum.tolist()):
-            shown = [value if value > 0 else math.nan for value in values]  # a logarithmic axis has no zero
-            label = layer.name if head == 0 and (len(layers) <= _MOST_NAMES or i in (0, len(layers) - 1)) else None
-            ax.plot(range(1, len(values) + 1), shown, color=ramp[i], alpha=0.7, linewidth=1, label=label)
-    ax.set_yscale("log")
+    colors = ramp(len(layers))
+    spectra = [layer.spectrum if circuit == "qk" else layer.ov_spectrum for layer in layers]
+    # a logarithmic axis has no zero
+    shown = [np.where(s.numpy() > 0, s.numpy(), math.nan) if s is not None else np.empty((0, 1)) for s in spectra]
+    many = sum(map(len, shown)) > MOST_LINES
+    bold: list[Any] = []
+    for i, heads in enumerate(shown):
+        named = len(layers) <= MOST_NAMES or i in (0, len(layers) - 1)
+        look = {"color": colors[i], "label": layers[i].name if named else None}
+        index = range(1, heads.shape[1] + 1)
+        for head, values in enumerate(heads):
+            own = {"color": colors[i], "alpha": 0.15, "linewidth": 0.6} if many else {"alpha": 0.7, "linewidth": 1}
+            ax.plot(index, values, **own, **({} if many else {**look, "label": look["label"] if head == 0 else None}))
+        if many and len(heads):
+            with np.errstate(all="ignore"):
+                bold.append((index, np.ma.median(np.ma.masked_invalid(heads), axis=0), look))
+    for index, values, look in bold:
+        ax.plot(index, values, linewidth=1.8, **look)
+    log_axis(ax, np.concatenate([heads.ravel() for heads in shown]))
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("index of the singular value")
     ax.set_ylabel(f"singular value of the {circuit.upper()} circuit")
-    _legend(ax, "layer")
+    legend(ax, "layer, median over heads" if many else "layer")
     return ax
 
 
@@ -83,11 +98,12 @@ def plot_angles(report: DriftReport, ax: Any = None, *, side: str = "query") -> 
     widest = max(map(len, rows))
     grid = np.array([[*row, *[math.nan] * (widest - len(row))] for row in rows])
     image = ax.imshow(np.ma.masked_invalid(grid), vmin=0, vmax=90, cmap="cividis", aspect="auto")
-    ax.set_xticks(_thinned(widest))
-    places = _thinned(len(rows))
-    ax.set_yticks(places, [report.layers[i].name for i in places])
+    ax.set_xticks(thinned(widest))
+    places = thinned(len(rows))
+    names, said = layer_names([layer.name for layer in report.layers])
+    ax.set_yticks(places, [names[i] for i in places])
     ax.set_xlabel("head")
-    ax.set_ylabel("layer")
+    ax.set_ylabel(said)
     ax.figure.colorbar(image, ax=ax, label=f"largest {side} angle, degrees")
     if grid.size <= 48:
         for (i, j), value in np.ndenumerate(grid):
@@ -115,18 +131,23 @@ def plot_drift(report: DriftReport, ax: Any = None) -> Any:
             unit = getattr(layer, f"random_{side}_distance") if relative else 1.0
             places += [i + offset] * len(values)
             heights += [value / unit for value in values]
-        ax.plot(places, heights, marker, color=color, alpha=0.7, markersize=5, label=side)
+        size = 5 if len(report.layers) <= MOST_NAMES else 3
+        ax.plot(places, heights, marker, color=color, alpha=0.7, markersize=size, label=side, clip_on=False)
     if relative:
         ax.axhline(1, color="black", linewidth=1, linestyle="--", label="random subspaces")
-    places = _thinned(len(report.layers))
-    few = len(places) <= 6
-    ax.set_xticks(
-        places, [report.layers[i].name for i in places], rotation=30 if few else 90, ha="right" if few else "center"
-    )
+    places = thinned(len(report.layers))
+    names, said = layer_names([layer.name for layer in report.layers])
+    labels = [names[i] for i in places]
+    if max(map(len, labels)) <= 3:
+        ax.set_xticks(places, labels)
+    else:
+        few = len(places) <= 6
+        ax.set_xticks(places, labels, rotation=30 if few else 90, ha="right" if few else "center")
+    ax.set_xlabel(said)
     ax.set_xlim(-0.5, len(report.layers) - 0.5)
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, max(ax.get_ylim()[1], 1e-6))  # less is rounding, which would fill the picture
     ax.set_ylabel("subspace distance" + (", random subspaces = 1" if relative else ", radians (2-norm of the angles)"))
-    _legend(ax)
+    legend(ax)
     return ax
 
 
@@ -156,7 +177,7 @@ def plot_tracks(
     steps = columns.get("step", [])
     known = tracker.random if random is None else random
     for i, quantity in enumerate(quantities):
-        color, style = OKABE_ITO[i % len(OKABE_ITO)], _STYLES[i % len(_STYLES)]
+        color, style = OKABE_ITO[i % len(OKABE_ITO)], STYLES[i % len(STYLES)]
         heads = [v for name, v in columns.items() if name.endswith(f"/{quantity}") and not name.startswith("mean/")]
         middle = columns.get(f"mean/{quantity}", columns.get(quantity))
         if middle is None:
@@ -166,14 +187,17 @@ def plot_tracks(
         if len(heads) > 1:
             table = np.ma.masked_invalid(np.array(heads, dtype=float))
             ax.fill_between(steps, table.min(0), table.max(0), color=color, alpha=0.2, linewidth=0)
-    bands = [known[quantity] for quantity in quantities if quantity in known]
-    if bands:
-        low, high = min(b[0] for b in bands), max(b[1] for b in bands)
-        ax.axhspan(low, high, color="0.85", zorder=0, label="random subspaces, 5 to 95 %")
+    units = list(dict.fromkeys(unit(quantity) for quantity in quantities))
+    for i, said in enumerate(units):
+        bands = [known[quantity] for quantity in quantities if quantity in known and unit(quantity) == said]
+        if bands:
+            low, high = min(b[0] for b in bands), max(b[1] for b in bands)
+            whose = f" ({said})" if len(units) > 1 else ""
+            look = {"facecolor": "0.85", "edgecolor": "0.7", "linewidth": 0, "hatch": ("", "//", "..")[i % 3]}
+            ax.axhspan(low, high, zorder=0, label=f"random subspaces, 5 to 95 %{whose}", **look)
     ax.set_xlabel("training step")
-    units = {_unit(quantity) for quantity in quantities}
-    ax.set_ylabel(units.pop() if len(units) == 1 else "value")
-    _legend(ax)
+    ax.set_ylabel("; ".join(units))
+    legend(ax)
     return ax
 
 
@@ -221,6 +245,9 @@ def plot_certificates(reports: CertificateReport | Sequence[CertificateReport], 
     ax.axvline(1, color="black", linewidth=1)
     ax.set_xscale("log")
     ax.set_xlim(smallest / 2, 2 * largest)
+    # bars end there whatever was measured
+    ticks = {smallest: "≤10⁻⁴", 1e-2: "0.01", 1.0: "1", 1e2: "100", largest: "≥10⁴"}
+    ax.set_xticks(list(ticks), list(ticks.values()))
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
     ax.set_xlabel("measured ÷ bound (holds left of 1, hatched: fails)")
@@ -229,89 +256,3 @@ def plot_certificates(reports: CertificateReport | Sequence[CertificateReport], 
     handles = [Patch(color=OKABE_ITO[i % len(OKABE_ITO)], label=r.optimizer) for i, r in enumerate(several)]
     ax.legend(handles=handles, fontsize="small", frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return ax
-
-
-def plot_decay(found: WeightDecayDrift, quantity: str = "balance", ax: Any = None) -> Any:
-    """A quantity of every run that differs from another, median over heads with the band of all, over its prediction.
-
-    Args:
-        quantity: of :class:`~geodescent.analysis.DecayArm`, such as "balance", "query_norm", "query_condition" or
-            "spectrum", of which the mean over directions is drawn.
-
-    Example:
-        >>> import torch
-        >>> from geodescent.analysis import weight_decay_drift
-        >>> found = weight_decay_drift(torch.nn.MultiheadAttention(8, 2), lr=0.1, weight_decay=0.5, steps=5)
-        >>> plot_decay(found, "query_norm").get_xlabel()
-        'step'
-    """
-    ax = axes(ax)
-    positive, drawn = True, []
-    for i, arm in enumerate(found.arms):
-        values = _per_head(getattr(arm, quantity))
-        color, style = OKABE_ITO[i // 2 % len(OKABE_ITO)], "--" if arm.constrained else "-"
-        steps = arm.steps.tolist()
-        middle = np.median(values, 1)
-        positive = positive and bool((values > 0).all())
-        ax.plot(steps, middle, color=color, linestyle=style, linewidth=1.8, label=arm.label)
-        if values.shape[1] > 1:
-            ax.fill_between(steps, values.min(1), values.max(1), color=color, alpha=0.12, linewidth=0)
-        if quantity in arm.predictions:
-            expected = np.median(_per_head(arm.predictions[quantity]), 1)
-            known = np.flatnonzero(np.isfinite(expected))
-            known = known[:: max(1, len(known) // 8)]
-            drawn.append(
-                ax.plot(np.array(steps)[known], expected[known], "x", color=color, markersize=7, markeredgewidth=1.8)[0]
-            )
-    if drawn:
-        drawn[0].set_label("predicted")
-    if positive:
-        ax.set_yscale("log")
-    ax.set_xlabel("step")
-    ax.set_ylabel(_unit(quantity))
-    _legend(ax)
-    return ax
-
-
-_UNITS = {
-    "query_norm": "‖W_Q‖ (Frobenius)",
-    "key_norm": "‖W_K‖ (Frobenius)",
-    "balance": "‖W_QᵀW_Q − W_KᵀW_K‖ (Frobenius)",
-    "query_condition": "κ₂ of W_Q",
-    "key_condition": "κ₂ of W_K",
-    "spectrum": "singular value of W_Q W_Kᵀ, mean",
-    "moved": "‖W − W(0)‖ / ‖W(0)‖",
-    "effective_rank": "effective rank of the QK circuit",
-    "query_movement": "‖W − W(0)‖ / ‖W(0)‖",
-    "key_movement": "‖W − W(0)‖ / ‖W(0)‖",
-    "query_distance": "subspace distance, radians",
-    "key_distance": "subspace distance, radians",
-    "gauge_distance": "gauge distance (Frobenius)",
-}
-
-
-def _unit(quantity: str) -> str:
-    return _UNITS.get(quantity, quantity.replace("_", " "))
-
-
-def _per_head(values: Tensor) -> np.ndarray:
-    return (values if values.ndim == 2 else values.mean(-1)).numpy()
-
-
-def _ramp(count: int) -> list[Any]:
-    """A colour a layer: the palette for few, a ramp that reads as an order for many."""
-    if count <= len(OKABE_ITO):
-        return list(OKABE_ITO[:count])
-    from matplotlib import colormaps
-
-    return [colormaps["cividis"](i / (count - 1)) for i in range(count)]
-
-
-def _thinned(count: int) -> list[int]:
-    """Places of ticks: all, or every so many where they would run into each other."""
-    return list(range(0, count, max(1, math.ceil(count / (2 * _MOST_NAMES)))))
-
-
-def _legend(ax: Any, title: str | None = None) -> None:
-    if ax.get_legend_handles_labels()[1]:
-        ax.legend(fontsize="small", title=title, framealpha=0.8, edgecolor="none")

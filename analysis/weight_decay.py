@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 from ..manifolds import ManifoldParameter, Stiefel
 from ._result import Result
 from ._screen import median
-from .decay_systems import CircuitSystem, ModuleSystem, System
-from .geometry import attention_geometry
+from .decay_measures import QUANTITIES, follow, read_circuits
+from .decay_predictions import Setting, deviations, limits, predictions
+from .decay_systems import Circuit, CircuitSystem, ModuleSystem, System
 
 __all__ = ["QUANTITIES", "DecayArm", "WeightDecayDrift", "weight_decay_drift"]
 
-QUANTITIES = ("query_norm", "key_norm", "balance", "query_condition", "key_condition", "spectrum", "moved")
+Schedule = Callable[[int], float]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -30,8 +30,10 @@ class DecayArm(Result):
     the logits conserves. ``query_condition``, ``key_condition``: κ₂. ``spectrum``: singular values of W_Q W_Kᵀ.
     ``moved``: √(‖W_Q' − W_Q‖² + ‖W_K' − W_K‖²) over √(‖W_Q‖² + ‖W_K‖²).
 
-    ``predictions``: what theory says of some of these, in the same shapes. ``deviations``: the largest difference from
-    it over the largest size of the prediction, or where that is 0, of what the quantity is made of.
+    ``predictions``: what theory says of some of these, in the same shapes. ``limits``: what that tends to, as it is
+    usually written: "balance" for small steps, e^(−2·lr·λ·t), and "spectrum" (heads, directions) at the end of time,
+    the soft threshold. ``deviations`` and ``limit_deviations``: the largest difference from either over the largest
+    size of the prediction, or where that is 0, of what the quantity is made of.
     """
 
     name: str
@@ -46,8 +48,10 @@ class DecayArm(Result):
     moved: Tensor
     predictions: dict[str, Tensor]
     deviations: dict[str, float]
+    limits: dict[str, Tensor]
+    limit_deviations: dict[str, float]
 
-    _hidden: ClassVar = frozenset(QUANTITIES) | {"steps", "predictions"}
+    _hidden: ClassVar = frozenset(QUANTITIES) | {"steps", "predictions", "limits"}
 
     @property
     def label(self) -> str:
@@ -56,8 +60,8 @@ class DecayArm(Result):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class WeightDecayDrift(Result):
-    """The runs of :func:`weight_decay_drift`, a line each: medians over heads at the end, and the largest deviation
-    from a prediction of all quantities that have one."""
+    """The runs of :func:`weight_decay_drift`, a line each: medians over heads at the end, the largest deviation from a
+    prediction of all quantities that have one, and of the spectrum at the end from the soft threshold."""
 
     lr: float
     weight_decay: float
@@ -83,7 +87,8 @@ class WeightDecayDrift(Result):
         return f"WeightDecayDrift: lr {self.lr:g}, weight decay {self.weight_decay:g}, {steps} steps, {self.loss}"
 
     def _header(self) -> tuple[str, ...]:
-        return ("run", "‖Q‖", "‖K‖", "balance", "κ(Q)", "σ₁(QKᵀ)", "σₚ(QKᵀ)", "moved", "off prediction")
+        measured = ("‖Q‖", "‖K‖", "balance", "κ(Q)", "σ₁(QKᵀ)", "σₚ(QKᵀ)", "moved")
+        return ("run", *measured, "off prediction", "off threshold")
 
     def _rows(self) -> list[Any]:
         rows = []
@@ -91,7 +96,8 @@ class WeightDecayDrift(Result):
             last = (arm.query_norm, arm.key_norm, arm.balance, arm.query_condition)
             ends = (arm.spectrum[..., 0], arm.spectrum[..., -1], arm.moved)
             values = [median(t[-1].tolist()) for t in (*last, *ends)]
-            rows.append((arm.label, *values, max(arm.deviations.values(), default=None)))
+            off = max(arm.deviations.values(), default=None), arm.limit_deviations.get("spectrum")
+            rows.append((arm.label, *(_short(value) for value in (*values, *off))))
         return rows
 
     def plot(self, ax: Any = None, quantity: str = "balance") -> Any:
@@ -99,6 +105,11 @@ class WeightDecayDrift(Result):
         from .pictures import plot_decay
 
         return plot_decay(self, quantity, ax)
+
+
+def _short(value: float | None) -> str | None:
+    """Four digits: nine columns of six would not fit a screen."""
+    return None if value is None else f"{value:.4g}"
 
 
 def weight_decay_drift(
@@ -125,8 +136,9 @@ def weight_decay_drift(
       Constrained: it is 0, the spectrum of a circuit of frames is all ones, and κ = 1, whatever the loss.
     - With the default loss, ½‖W_Q W_Kᵀ − M‖_F² for each head's circuit M at the start, decay is the nuclear norm
       penalty λ‖·‖_* on the circuit, whose minimum has the singular values max(σ − λ, 0) (Srebro, Rennie & Jaakkola,
-      "Maximum-margin matrix factorization", 2004): the prediction of the spectrum at the end, where the run is long
-      enough, lr·λ·t ≫ 1.
+      "Maximum-margin matrix factorization", 2004). The way there is a logistic curve for each singular value, exact
+      for balanced factors (Saxe, McClelland & Ganguli, 2014) and predicted step by step; the threshold is reached
+      where lr·λ·t ≫ 1, and last by singular values near λ.
     - **gradient**: the same without decay, so that the difference is due to decay (:meth:`decay_effect`).
     - **cyclic**: decay on for ``cycle`` steps, off for as many, and so on.
 
@@ -166,7 +178,7 @@ def weight_decay_drift(
         raise ValueError(f"cycle must be at least 1, found {cycle}")
     if loss is not None and not isinstance(module, nn.Module):
         raise ValueError(f"module must be a torch module where a loss is given, found {type(module).__name__}")
-    plain = _circuits(module, layout)
+    plain = read_circuits(module, layout)
     project = Stiefel().project_point
     frames: list[Circuit] = [(project(q), project(k), None) for q, k, _ in plain]
     every = max(1, steps // max(1, records))
@@ -182,52 +194,34 @@ def weight_decay_drift(
             twin = module
         if twin is None or (not is_constrained and has_frames):
             return None
-        return ModuleSystem(copy.deepcopy(twin), loss, optimizer, lambda model: _circuits(model, layout))
+        return ModuleSystem(copy.deepcopy(twin), loss, optimizer, lambda model: read_circuits(model, layout))
 
     arms = []
     for name, with_loss, schedule in _schedules(weight_decay, cycle):
         for is_constrained in (False, True):
             run = system(is_constrained, with_loss)
             if run is not None:
-                measured = _run(run, lr, schedule, marks, f"{name}, {'constrained' if is_constrained else 'plain'}")
                 own_rule = optimizer is None or not with_loss
-                predicted = _predictions(
-                    measured, name, is_constrained, lr, weight_decay, schedule, marks, loss is None, own_rule
-                )
-                # what is predicted to be 0 is held against what it is made of
-                natural = {"balance": float(measured["query_norm"].max()) ** 2, "moved": 1.0}
-                deviations = {
-                    key: _deviation(measured[key], value, natural.get(key, 0.0)) for key, value in predicted.items()
-                }
-                arms.append(
-                    DecayArm(
-                        name=name,
-                        constrained=is_constrained,
-                        steps=torch.tensor(marks),
-                        **measured,
-                        predictions=predicted,
-                        deviations=deviations,
-                    )
-                )
+                setting = Setting(with_loss, is_constrained, loss is None, own_rule, lr, schedule, marks)
+                arms.append(_arm(name, run, setting))
     what = "each head holding its circuit" if loss is None else "the module's loss"
     return WeightDecayDrift(lr=lr, weight_decay=weight_decay, cycle=cycle, loss=what, arms=tuple(arms))
 
 
-Circuit = tuple[Tensor, Tensor, Tensor | None]
-Schedule = Callable[[int], float]
-
-
-def _circuits(module: Any, layout: Mapping[str, Any]) -> list[Circuit]:
-    """Queries (heads, n, p), keys (heads, n, p) and the query bias (heads, p) of every layer, in float64."""
-    circuits = []
-    for layer in attention_geometry(module, ov=False, **layout).layers:
-        q, k = layer.query_frames, layer.key_frames
-        assert q is not None
-        assert k is not None
-        share = layer.num_heads // k.shape[0]
-        bias = None if layer.query_bias is None else layer.query_bias.reshape(layer.num_heads, -1).clone()
-        circuits.append((q.clone(), k.repeat_interleave(share, 0).clone(), bias))
-    return circuits
+def _arm(name: str, system: System, setting: Setting) -> DecayArm:
+    label = f"{name}, {'constrained' if setting.constrained else 'plain'}"
+    measured = follow(system, setting.lr, setting.decay, setting.marks, label)
+    predicted, limit = predictions(measured, setting), limits(measured, setting)
+    return DecayArm(
+        name=name,
+        constrained=setting.constrained,
+        steps=torch.tensor(setting.marks),
+        **measured,
+        predictions=predicted,
+        deviations=deviations(measured, predicted),
+        limits=limit,
+        limit_deviations=deviations(measured, limit),
+    )
 
 
 def _schedules(weight_decay: float, cycle: int) -> Iterator[tuple[str, bool, Schedule]]:
@@ -236,101 +230,3 @@ def _schedules(weight_decay: float, cycle: int) -> Iterator[tuple[str, bool, Sch
     yield "gradient", True, lambda _: 0.0
     yield "decay and gradient", True, lambda _: weight_decay
     yield "cyclic", True, lambda t: weight_decay if t // cycle % 2 == 0 else 0.0
-
-
-def _run(system: System, lr: float, schedule: Schedule, marks: list[int], label: str) -> dict[str, Tensor]:
-    rows: dict[str, list[Tensor]] = {quantity: [] for quantity in QUANTITIES}
-    start = system.circuits()
-    for t in range(marks[-1] + 1):
-        if t:
-            system.step(lr, schedule(t - 1))
-        if t in marks:
-            now = system.circuits()
-            if not all(bool(torch.isfinite(part).all()) for circuit in now for part in circuit if part is not None):
-                raise ValueError(f"{label}: weights are not finite after {t} steps; lower lr, found {lr:g}")
-            for quantity, value in _measure(start, now).items():
-                rows[quantity].append(value)
-    return {quantity: torch.stack(values) for quantity, values in rows.items()}
-
-
-def _measure(start: list[Circuit], now: list[Circuit]) -> dict[str, Tensor]:
-    columns: dict[str, list[Tensor]] = {quantity: [] for quantity in QUANTITIES}
-    for (q0, k0, _), (q, k, bias) in zip(start, now, strict=True):
-        gram_q, gram_k = q.mT @ q, k.mT @ k
-        with_bias = gram_q if bias is None else gram_q + bias[..., :, None] * bias[..., None, :]
-        _, r_q = torch.linalg.qr(q)
-        _, r_k = torch.linalg.qr(k)
-        moved = (q - q0).square().sum((-2, -1)) + (k - k0).square().sum((-2, -1))
-        size = q0.square().sum((-2, -1)) + k0.square().sum((-2, -1))
-        for quantity, value in (
-            ("query_norm", gram_q.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()),
-            ("key_norm", gram_k.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()),
-            ("balance", torch.linalg.matrix_norm(with_bias - gram_k)),
-            ("query_condition", _condition(r_q)),
-            ("key_condition", _condition(r_k)),
-            ("spectrum", torch.linalg.svdvals(r_q @ r_k.mT)),
-            ("moved", (moved / size).sqrt()),
-        ):
-            columns[quantity].append(value)
-    widest = max(s.shape[-1] for s in columns["spectrum"])
-    columns["spectrum"] = [nn.functional.pad(s, (0, widest - s.shape[-1])) for s in columns["spectrum"]]
-    return {quantity: torch.cat(values) for quantity, values in columns.items()}
-
-
-def _condition(r: Tensor) -> Tensor:
-    values = torch.linalg.svdvals(r)
-    return torch.where(values[..., -1] > 0, values[..., 0] / values[..., -1], math.inf)
-
-
-def _predictions(
-    measured: Mapping[str, Tensor],
-    name: str,
-    constrained: bool,
-    lr: float,
-    weight_decay: float,
-    schedule: Schedule,
-    marks: list[int],
-    held: bool,
-    own_rule: bool,
-) -> dict[str, Tensor]:
-    """From the values at the start, the rule and the schedule; no measurement after the first enters."""
-    start = {quantity: values[:1] for quantity, values in measured.items()}
-    stays = {quantity: value.expand_as(measured[quantity]) for quantity, value in start.items()}
-    if constrained:
-        kept = ("query_norm", "key_norm", "query_condition", "key_condition", "spectrum")
-        if name == "decay" or held:
-            kept = (*kept, "balance", "moved")
-        return {quantity: stays[quantity] for quantity in kept}
-    if not own_rule:
-        return {}
-    # the share of a factor that the decay up to each mark leaves
-    factors = torch.tensor([1 - lr * schedule(t) for t in range(marks[-1])], dtype=torch.float64)
-    left = torch.cat([torch.ones(1, dtype=torch.float64), factors.cumprod(0)])[marks]
-    shrink, twice = left[:, None], left[:, None].square()
-    if name == "decay":
-        return {
-            "query_norm": start["query_norm"] * shrink,
-            "key_norm": start["key_norm"] * shrink,
-            # a bias decays with its matrix
-            "balance": start["balance"] * twice,
-            "query_condition": stays["query_condition"],
-            "key_condition": stays["key_condition"],
-            "spectrum": start["spectrum"] * twice[..., None],
-            "moved": (1 - shrink).expand_as(measured["moved"]),
-        }
-    predicted = {"balance": start["balance"] * twice}
-    if name == "decay and gradient" and held:
-        limit = (start["spectrum"] - weight_decay).clamp(min=0)
-        # of the end alone
-        predicted["spectrum"] = torch.full_like(measured["spectrum"], math.nan)
-        predicted["spectrum"][-1] = limit[0]
-    return predicted
-
-
-def _deviation(measured: Tensor, predicted: Tensor, natural: float) -> float:
-    known = torch.isfinite(predicted) & torch.isfinite(measured)
-    if not bool(known.any()):
-        return math.nan
-    size, off = float(predicted[known].abs().max()), float((measured - predicted)[known].abs().max())
-    size = size if size > 1e-12 * natural else natural
-    return off / size if size > 0 else off

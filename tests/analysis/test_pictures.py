@@ -280,6 +280,14 @@ def test_runs_that_do_not_differ_are_one_line_and_zero_is_at_the_bottom(ax):
     assert "small steps: exp(−2·lr·λ·t)" in texts(ax)
     smallest = min(float(found[f"{name}, plain"].balance.min()) for name in ("decay", "gradient", "cyclic"))
     assert 0.01 * smallest < ax.get_ylim()[0] < smallest  # the rounding of frames, 1e-16, does not stretch the axis
+    small = tuple(
+        dataclasses.replace(arm, balance=torch.full_like(arm.balance, 2e-6 * (1 + i))) if arm.constrained else arm
+        for i, arm in enumerate(found.arms)
+    )
+    third = Figure().subplots()
+    plot_decay(dataclasses.replace(found, arms=small), "balance", third)
+    assert "gradient, constrained (below 8e-06)" in texts(third)
+    assert third.get_ylim()[0] > 0.01 * smallest
     other = Figure().subplots()
     plot_decay(found, "query_condition", other)
     assert "decay / gradient, plain" in texts(other)  # neither changes it

@@ -93,4 +93,7 @@ def log_axis(ax: Any, values: Any) -> None:
     ax.yaxis.set_minor_formatter(NullFormatter())
     if shown.max() < 1.5 * shown.min():  # around a constant too
         middle = math.sqrt(shown.max() * shown.min())
-        ax.set_ylim(min(0.7 * middle, 0.95 * shown.min()), max(1.5 * middle, 1.05 * shown.max()))
+        low, high = min(0.7 * middle, 0.95 * shown.min()), max(1.5 * middle, 1.05 * shown.max())
+        if len(ax.get_shared_y_axes().get_siblings(ax)) > 1:  # others may need more
+            low, high = min(low, ax.get_ylim()[0]), max(high, ax.get_ylim()[1])
+        ax.set_ylim(low, high)

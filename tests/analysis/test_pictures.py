@@ -329,3 +329,17 @@ def test_the_palette_is_told_apart_by_the_colour_blind():
         seen = linear @ np.array(view).T
         apart = np.linalg.norm(seen[:, None] - seen[None], axis=-1) + np.eye(len(seen))
         assert apart.min() > 0.06
+
+
+def test_shared_axes_show_all_that_is_drawn_on_them():
+    flat = attention_geometry({"q_proj.weight": torch.eye(4), "k_proj.weight": torch.eye(4)}, num_heads=1)
+    steep = attention_geometry(
+        {"q_proj.weight": torch.diag(torch.tensor([4.0, 1.0, 0.1, 0.01])), "k_proj.weight": torch.eye(4)}, num_heads=1
+    )
+    first, second = Figure().subplots(1, 2, sharey=True)
+    plot_spectra(steep, first)
+    plot_spectra(flat, second)
+    low, high = first.get_ylim()
+    values = [float(v) for axes in (first, second) for line in axes.lines for v in np.asarray(line.get_ydata())]
+    assert low < min(values)
+    assert high > max(values)

@@ -1,4 +1,4 @@
-"""The command: ``python -m geodescent.benchmarks [steps|bounds|training|tracker|growth|memory|drift|all]``."""
+"""The command: ``python -m geodescent.benchmarks [steps|bounds|training|tracker|growth|memory|attention|drift]``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 import typer
 from rich.console import Console
 
+from .attention import measure_attention
 from .bounds import measure_bounds
 from .drift import measure_drift
 from .growth import SERIES, Series, measure_growth
@@ -42,6 +43,7 @@ class Benchmark(StrEnum):
     tracker = "tracker"
     growth = "growth"
     memory = "memory"
+    attention = "attention"
     drift = "drift"
     all = "all"
 
@@ -93,6 +95,7 @@ def _benchmarks(quick: bool, rounds: int | None, device: str, seed: int) -> dict
         "tracker": lambda: measure_tracker(rounds=count(9, 3), **options),
         "growth": lambda: measure_growth(series, rounds=count(15, 5), **options),
         "memory": lambda: measure_memory(shapes, **options),
+        "attention": lambda: measure_attention(**options),
         "drift": lambda: measure_drift(steps=1000 if quick else 100_000, **options),
     }
 

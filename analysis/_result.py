@@ -85,7 +85,7 @@ class Result:
             ValueError: values are missing or left over; they are named.
         """
         hints = typing.get_type_hints(cls)
-        names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        names = {field.name for field in cls._fields()}
         left = sorted(set(values) - names)
         missing = sorted(n for n in names - set(values) if type(None) not in typing.get_args(hints[n]))
         if missing or left:
@@ -104,7 +104,7 @@ class Result:
         values, parts = self.to_dict(), self._parts()
         lines = values.pop(parts[0]) if parts else [values]
         pd = pandas()
-        all_names = [f.name for f in dataclasses.fields(parts[1] if parts else type(self))]  # type: ignore[arg-type]
+        all_names = [f.name for f in (parts[1] if parts else self)._fields()]
         names = [name for name in all_names if not lines or name in lines[0]]
         columns = {name: [line[name] for line in lines] for name in names}
         # pandas would make NaN of None
@@ -136,8 +136,9 @@ class Result:
                 return name, kinds[0]
         return None
 
-    def _fields(self) -> tuple[dataclasses.Field[Any], ...]:
-        return dataclasses.fields(self)  # type: ignore[arg-type]
+    @classmethod
+    def _fields(cls) -> tuple[dataclasses.Field[Any], ...]:
+        return dataclasses.fields(cls)  # type: ignore[arg-type]
 
     def _title(self) -> str:
         return type(self).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from .decay_systems import Circuit, System
 from .geometry import attention_geometry
+from .spectra import condition_from
 
 __all__ = ["QUANTITIES", "follow", "read_circuits"]
 
@@ -31,8 +31,8 @@ def read_circuits(module: Any, layout: Mapping[str, Any]) -> list[Circuit]:
         assert q is not None
         assert k is not None
         share = layer.num_heads // k.shape[0]
-        bias = None if layer.query_bias is None else layer.query_bias.reshape(layer.num_heads, -1).clone()
-        circuits.append((q.clone(), k.repeat_interleave(share, 0).clone(), bias))
+        bias = None if layer.query_bias is None else layer.query_bias.reshape(layer.num_heads, -1)
+        circuits.append((q, k.repeat_interleave(share, 0), bias))
     return circuits
 
 
@@ -76,8 +76,8 @@ def _measure(start: list[Circuit], now: list[Circuit]) -> dict[str, Tensor]:
             ("query_norm", gram_q.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()),
             ("key_norm", gram_k.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()),
             ("balance", torch.linalg.matrix_norm(with_bias - gram_k)),
-            ("query_condition", _condition(r_q)),
-            ("key_condition", _condition(r_k)),
+            ("query_condition", _condition(r_q, q)),
+            ("key_condition", _condition(r_k, k)),
             ("spectrum", torch.linalg.svdvals(r_q @ r_k.mT)),
             ("moved", (moved / size).sqrt()),
         ):
@@ -87,6 +87,6 @@ def _measure(start: list[Circuit], now: list[Circuit]) -> dict[str, Tensor]:
     return {quantity: torch.cat(values) for quantity, values in columns.items()}
 
 
-def _condition(r: Tensor) -> Tensor:
-    values = torch.linalg.svdvals(r)
-    return torch.where(values[..., -1] > 0, values[..., 0] / values[..., -1], math.inf)
+def _condition(r: Tensor, w: Tensor) -> Tensor:
+    """κ₂ of W = QR."""
+    return condition_from(torch.linalg.svdvals(r), max(w.shape[-2:]), torch.finfo(w.dtype).eps)

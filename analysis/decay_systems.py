@@ -36,14 +36,14 @@ class CircuitSystem:
 
     def __init__(self, start: list[Circuit], manifold: Manifold | None, held: bool) -> None:
         self.start, self.manifold, self.held = start, manifold, held
-        self.now = [tuple(None if part is None else part.clone() for part in circuit) for circuit in start]
+        self.now = start  # steps make new tensors
 
     def circuits(self) -> list[Circuit]:
-        return [(q, k, b) for q, k, b in self.now]  # pyright: ignore[reportReturnType]
+        return self.now
 
     def step(self, lr: float, weight_decay: float) -> None:
         stepped = []
-        for (a, b, _), (q, k, bias) in zip(self.start, self.circuits(), strict=True):
+        for (a, b, _), (q, k, bias) in zip(self.start, self.now, strict=True):
             g_q = g_k = q.new_zeros(())
             if self.held:
                 g_q = q @ (k.mT @ k) - a @ (b.mT @ k)

@@ -122,13 +122,11 @@ def compare_layers(old: HeadWeights, new: HeadWeights, samples: int, seed: int, 
         if a is not None and b is not None and a.shape != b.shape:
             raise ValueError(f"layer {old.name!r}: {side} are {tuple(a.shape)} before and {tuple(b.shape)} after")
     heads = old.query_frames.shape[0]
-    with_scale = 2 in (old.logit_scale.ndim, new.logit_scale.ndim)
-    scales = (old.logit_scale, new.logit_scale)
     # the side with a frame a head comes first: the other may be shared; and the seeds of two sides differ, so that
     # their random subspaces are independent
     queries, keys = Pair(old.query_frames, new.query_frames), Pair(old.key_frames, new.key_frames)
     query, key = (SideDrift(pair, heads, samples, 2 * seed + i) for i, pair in enumerate((queries, keys)))
-    circuit = CircuitDrift(queries, keys, scales if with_scale else (None, None), samples, seed)
+    circuit = CircuitDrift(queries, keys, _gains(old, new), samples, seed)
     value = output = through = ov_change = None
     if ov and all(getattr(w, f"{side}_frames") is not None for w in (old, new) for side in ("output", "value")):
         outputs, values = (
@@ -155,8 +153,8 @@ def compare_layers(old: HeadWeights, new: HeadWeights, samples: int, seed: int, 
         gauge_distance=circuit.distance,
         gauge_movement=circuit.movement,
         random_gauge_distance=circuit.random_distance,
-        spectrum_change=_spectrum_change(queries, keys, scales),
-        logit_scale_movement=relative_change(*(_per_direction(w, with_scale) for w in (old, new))),
+        spectrum_change=_spectrum_change(queries, keys, (old.logit_scale, new.logit_scale)),
+        logit_scale_movement=relative_change(*(_per_direction(w, _has_gains(old, new)) for w in (old, new))),
         query_angles=query.angles,
         key_angles=key.angles,
         value_distance=value and value.distance,
@@ -174,11 +172,9 @@ def compare_layers(old: HeadWeights, new: HeadWeights, samples: int, seed: int, 
 def movements(old: HeadWeights, new: HeadWeights) -> dict[str, Tensor]:
     """Five of :func:`compare_layers`' quantities, in half of its time: for every few steps of a training run."""
     heads = old.query_frames.shape[0]
-    scales = (old.logit_scale, new.logit_scale)
-    with_scale = 2 in (old.logit_scale.ndim, new.logit_scale.ndim)
     queries, keys = Pair(old.query_frames, new.query_frames), Pair(old.key_frames, new.key_frames)
     query, key = ((per_head(pair.movement, heads), subspace_distances(pair, heads)) for pair in (queries, keys))
-    circuit = CircuitDrift(queries, keys, scales if with_scale else (None, None), 0, 0)
+    circuit = CircuitDrift(queries, keys, _gains(old, new), 0, 0)
     return {
         "query_movement": query[0],
         "key_movement": key[0],
@@ -186,6 +182,15 @@ def movements(old: HeadWeights, new: HeadWeights) -> dict[str, Tensor]:
         "key_distance": key[1],
         "gauge_distance": circuit.distance,
     }
+
+
+def _has_gains(old: HeadWeights, new: HeadWeights) -> bool:
+    """Whether a logit scale is a gain a direction, which belongs to the circuit; one a head does not turn it."""
+    return 2 in (old.logit_scale.ndim, new.logit_scale.ndim)
+
+
+def _gains(old: HeadWeights, new: HeadWeights) -> tuple[Tensor | None, Tensor | None]:
+    return (old.logit_scale, new.logit_scale) if _has_gains(old, new) else (None, None)
 
 
 def _spectrum_change(left: Pair, right: Pair, scales: tuple[Tensor | None, Tensor | None]) -> Tensor:

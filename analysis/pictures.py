@@ -128,9 +128,9 @@ def plot_drift(report: DriftReport, ax: Any = None) -> Any:
         places, heights = [], []
         for i, layer in enumerate(report.layers):
             values = getattr(layer, f"{side}_distance").tolist()
-            unit = getattr(layer, f"random_{side}_distance") if relative else 1.0
+            random = getattr(layer, f"random_{side}_distance") if relative else 1.0
             places += [i + offset] * len(values)
-            heights += [value / unit for value in values]
+            heights += [value / random for value in values]
         size = 5 if len(report.layers) <= MOST_NAMES else 3
         ax.plot(places, heights, marker, color=color, alpha=0.7, markersize=size, label=side, clip_on=False)
     if relative:

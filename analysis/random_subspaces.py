@@ -22,10 +22,8 @@ def haar_sample(n: int, p: int, samples: int, seed: int) -> tuple[Tensor, float]
         >>> haar_sample(8, 2, samples=16, seed=0)[0].shape
         torch.Size([16, 2, 2])
     """
-    generator = torch.Generator().manual_seed(seed)
-    frames = Stiefel().random_point(samples, n, p, dtype=torch.float64, generator=generator)
-    angles = angles_between(torch.eye(n, p, dtype=torch.float64), frames)
-    return frames[..., :p, :].clone(), float(torch.linalg.vector_norm(angles, dim=-1).mean())
+    frames, distances = _haar_frames(n, p, samples, seed)
+    return frames[..., :p, :].clone(), float(distances.mean())
 
 
 def haar_band(n: int, p: int, samples: int, seed: int, tail: float = 0.05) -> tuple[float, float]:
@@ -36,11 +34,17 @@ def haar_band(n: int, p: int, samples: int, seed: int, tail: float = 0.05) -> tu
         >>> 0 < low < haar_sample(8, 2, samples=64, seed=0)[1] < high
         True
     """
-    generator = torch.Generator().manual_seed(seed)
-    frames = Stiefel().random_point(samples, n, p, dtype=torch.float64, generator=generator)
-    distances = torch.linalg.vector_norm(angles_between(torch.eye(n, p, dtype=torch.float64), frames), dim=-1)
+    _, distances = _haar_frames(n, p, samples, seed)
     low, high = torch.quantile(distances, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
     return low, high
+
+
+def _haar_frames(n: int, p: int, samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Haar-random frames (samples, n, p), and how far their subspaces are from that of the first p axes."""
+    generator = torch.Generator().manual_seed(seed)
+    frames = Stiefel().random_point(samples, n, p, dtype=torch.float64, generator=generator)
+    angles = angles_between(torch.eye(n, p, dtype=torch.float64), frames)
+    return frames, torch.linalg.vector_norm(angles, dim=-1)
 
 
 def random_procrustes(old: Tensor, new: Tensor, overlap: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ._conversion import pandas
 from ._result import text_table
 from .drift import kept_weights
 from .geometry import attention_geometry
@@ -116,12 +117,8 @@ class GeometryTracker:
         Raises:
             ImportError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError("to_pandas() needs pandas: pip install pandas, or use to_dict()") from error
-        columns = self.to_dict()
-        return pandas.DataFrame(columns).set_index("step") if columns else pandas.DataFrame()
+        pd, columns = pandas(), self.to_dict()
+        return pd.DataFrame(columns).set_index("step") if columns else pd.DataFrame()
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as CSV, a column a quantity; what a row lacks is empty."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from .head_projection import HeadProjection
 from .places import Place, find_places
 from .probes import circuit_change, model_output, weight_change
 from .projection_layouts import ProjectionLayout
+from .scales import is_finite_number
 from .separate_projections import release_separate, separate_pair
 
 __all__ = ["constrain", "frame_state_dict", "parameter_groups", "release", "reproject"]
@@ -121,8 +121,7 @@ def constrain(
 def _check_arguments(frames: str, logit_scale: str | float, manifold: Manifold | None) -> None:
     if frames not in ("head", "whole"):
         raise ValueError(f'frames must be "head" or "whole", found {frames!r}')
-    number = isinstance(logit_scale, (int, float)) and not isinstance(logit_scale, bool) and math.isfinite(logit_scale)
-    if logit_scale not in ("spectrum", "learned", "matched") and not number:
+    if logit_scale not in ("spectrum", "learned", "matched") and not is_finite_number(logit_scale):
         raise ValueError(
             f'logit_scale must be "spectrum", "learned", "matched" or a finite number, found {logit_scale!r}'
         )

@@ -11,7 +11,10 @@ from torch.nn import functional as F
 from .constraint import Constraint, RowWeights
 from .fused_state import FusedState
 
-__all__ = ["ConstrainedMultiheadAttention", "multihead_parts"]
+__all__ = ["IN_PROJECTION", "ConstrainedMultiheadAttention", "multihead_parts"]
+
+#: the parameters of an ``nn.MultiheadAttention`` that are exchanged, in the order of its state dict
+IN_PROJECTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
 
 
 class ConstrainedMultiheadAttention(FusedState, nn.MultiheadAttention):
@@ -34,7 +37,7 @@ class ConstrainedMultiheadAttention(FusedState, nn.MultiheadAttention):
     def adopt(cls, layer: nn.MultiheadAttention, constraint: Constraint) -> bool:
         """Turn ``layer`` into an object of this class; whether attention weights are unchanged."""
         parts = multihead_parts(layer)
-        for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+        for name in IN_PROJECTION:
             del layer._parameters[name]
         layer.__class__ = cls
         assert isinstance(layer, cls)
@@ -43,9 +46,7 @@ class ConstrainedMultiheadAttention(FusedState, nn.MultiheadAttention):
     @torch.no_grad()
     def release(self) -> None:
         """Turn this object back into an ``nn.MultiheadAttention`` with the effective weights."""
-        entries: dict[str, Any] = dict.fromkeys(
-            ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-        )
+        entries: dict[str, Any] = dict.fromkeys(IN_PROJECTION)
         grad = self.query.frames.requires_grad or self.value_weight.requires_grad
         for name, tensor in self.ordinary().items():
             entries[name] = nn.Parameter(tensor.detach().clone(), grad)
@@ -77,8 +78,7 @@ class ConstrainedMultiheadAttention(FusedState, nn.MultiheadAttention):
         return None if self._qkv_same_embed_dim else self.value_weight
 
     def ordinary(self) -> dict[str, Tensor]:
-        names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
-        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        return {name: tensor for name in IN_PROJECTION if (tensor := getattr(self, name)) is not None}
 
     def split(self, entries: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {
@@ -88,7 +88,7 @@ class ConstrainedMultiheadAttention(FusedState, nn.MultiheadAttention):
         }
         for name, suffix in (("in_proj_weight", ""), ("in_proj_bias", "_bias")):
             if name in entries:
-                found |= zip([f"{r}{suffix}" for r in ("query", "key", "value")], entries[name].chunk(3), strict=True)
+                found |= self.thirds(entries[name], suffix)
         return found
 
     # --- forward ----------------------------------------------------------------------------------------------------

@@ -70,6 +70,13 @@ class FrameModule(nn.Module):
                     old.detach().copy_(backup[name])
                 error_msgs.append(f'While loading "{prefix}{name}": {error}')
 
+    @torch.no_grad()
+    def _redraw_frames(self, generator: torch.Generator | None = None) -> None:
+        """Put random points, Haar-distributed on Stiefel, in the place of the frames."""
+        for name in self.frame_names:
+            x = getattr(self, name).detach()
+            x.copy_(self.manifold.random_point(*x.shape, dtype=x.dtype, device=x.device, generator=generator))
+
     def _apply(self, fn, recurse: bool = True):
         before = {name: getattr(self, name).dtype for name in self.frame_names}
         super()._apply(fn, recurse)

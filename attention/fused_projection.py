@@ -73,10 +73,10 @@ class FusedProjection(FusedState):
 
     def split(self, entries: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}
-        for name, suffix in (("weight", ""), ("bias", "_bias")):
-            if name in entries:
-                tensor = entries[name].mT if name == "weight" and self.transposed else entries[name]
-                found |= zip([f"{r}{suffix}" for r in ("query", "key", "value")], tensor.chunk(3), strict=True)
+        if "weight" in entries:
+            found |= self.thirds(entries["weight"].mT if self.transposed else entries["weight"])
+        if "bias" in entries:
+            found |= self.thirds(entries["bias"], "_bias")
         return found
 
 

@@ -49,6 +49,11 @@ class FusedState(nn.Module):
             return None
         return torch.cat([query, key, self.value_bias])
 
+    @staticmethod
+    def thirds(tensor: Tensor, suffix: str = "") -> dict[str, Tensor]:
+        """A fused tensor, its outputs first, by role: "query", "key" and "value", each with the suffix."""
+        return dict(zip([f"{role}{suffix}" for role in ("query", "key", "value")], tensor.chunk(3), strict=True))
+
     @abstractmethod
     def ordinary(self) -> dict[str, Tensor]:
         """The entries of the state dict of the layer this one replaces."""

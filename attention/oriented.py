@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..manifolds import Manifold, ManifoldParameter, Stiefel
 from .frame_module import FrameModule
 from .orientation import Orientation
+from .scales import is_finite_number
 
 __all__ = ["OrientedFrame"]
 
@@ -41,7 +42,7 @@ class OrientedFrame(FrameModule):
         self.frame = ManifoldParameter(start, self.manifold)
         if scale == "learned":
             self.scale = nn.Parameter(torch.ones((), device=device, dtype=dtype))
-        elif isinstance(scale, (int, float)) and not isinstance(scale, bool) and math.isfinite(scale):
+        elif is_finite_number(scale):
             self.scale = float(scale)
         else:
             raise ValueError(f'scale must be "learned" or a finite number, found {scale!r}')
@@ -61,8 +62,7 @@ class OrientedFrame(FrameModule):
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw a new frame, Haar-distributed on Stiefel, and a bias as torch's layer does; a learned scale is 1."""
-        x = self.frame
-        x.detach().copy_(self.manifold.random_point(*x.shape, dtype=x.dtype, device=x.device, generator=generator))
+        self._redraw_frames(generator)
         if isinstance(self.scale, nn.Parameter):
             self.scale.fill_(1.0)
         self._reset_bias()

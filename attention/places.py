@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .constrained_multihead_attention import ConstrainedMultiheadAttention, multihead_parts
+from .constrained_multihead_attention import IN_PROJECTION, ConstrainedMultiheadAttention, multihead_parts
 from .constraint import Constraint, RowWeights
 from .fused_projection import FusedProjection, fused_parts
 from .fused_state import FusedState
@@ -115,8 +115,7 @@ class Place:
         """What will be exchanged, by name within the module."""
         m = self.module
         if self.layout is None:
-            found = {n: getattr(m, n) for n in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")}
-            found["in_proj_bias"] = m.in_proj_bias
+            found = {n: getattr(m, n) for n in IN_PROJECTION}
         else:
             found = {}
             for child in self.layout.names:

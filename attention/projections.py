@@ -65,8 +65,7 @@ class FrameProjection(FrameModule):
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw new frames, Haar-distributed on Stiefel, and zero the bias."""
-        w = self.weight
-        w.detach().copy_(self.manifold.random_point(*w.shape, dtype=w.dtype, device=w.device, generator=generator))
+        self._redraw_frames(generator)
         if self.bias is not None:
             self.bias.zero_()
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LogitScale", "matched_scale", "reset_linear", "set_logit_scale", "xavier_sigma"]
+__all__ = ["LogitScale", "is_finite_number", "matched_scale", "reset_linear", "set_logit_scale", "xavier_sigma"]
 
 LogitScale = str | float
 
@@ -57,6 +57,16 @@ def matched_scale(head_dim: int, constrained: list[tuple[int, float]]) -> float:
     return math.prod(sigma * math.sqrt(n) for n, sigma in constrained) / math.sqrt(head_dim)
 
 
+def is_finite_number(value: object) -> bool:
+    """Whether ``value`` is a number that a fixed scale may be.
+
+    Example:
+        >>> [is_finite_number(v) for v in (2, 0.5, True, math.inf, "learned")]
+        [True, True, False, False, False]
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def set_logit_scale(module: nn.Module, kind: LogitScale, start: float, heads: int, head_dim: int, **factory) -> None:
     """Register ``logit_scale`` on ``module``: a parameter if it is learned, (heads,) or (heads, d_h), else a buffer.
 
@@ -76,7 +86,7 @@ def set_logit_scale(module: nn.Module, kind: LogitScale, start: float, heads: in
         module.logit_scale = nn.Parameter(start * torch.ones(heads, head_dim, **factory))
     elif kind == "matched":
         module.register_buffer("logit_scale", start * ones)
-    elif isinstance(kind, (int, float)) and not isinstance(kind, bool) and math.isfinite(kind):
+    elif is_finite_number(kind):
         module.register_buffer("logit_scale", float(kind) * ones)
     else:
         raise ValueError(f'logit_scale must be "learned", "spectrum", "matched" or a finite number, found {kind!r}')

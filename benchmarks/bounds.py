@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import torch
 
+from ..optim.fused import CHUNK_ENTRIES
 from .contenders import FrameBatch, floor, recipe
 from .report import Outcome, Table
 from .steps import Shape, label
@@ -15,8 +16,6 @@ from .timing import Timings, interleave
 __all__ = ["BOUND_SHAPES", "PARTS", "measure_bounds"]
 
 BOUND_SHAPES: tuple[Shape, ...] = ((24, 512, 64), (144, 768, 64))
-
-CHUNK = 2**20
 
 PARTS = ("five products", "gradient norms", "moment", "points in", "points out", "x − a·m")
 
@@ -74,7 +73,7 @@ def _parts(batch: FrameBatch) -> dict[str, Callable[[], object]]:
     square = torch.zeros(frames, p, p, dtype=x.dtype, device=x.device)
     scale = torch.zeros(frames, 1, 1, dtype=x.dtype, device=x.device)
     points, gradients = list(x.clone().unbind(0)), [g.clone() for g in batch.gradients]
-    size = max(1, CHUNK // (n * p))
+    size = max(1, CHUNK_ENTRIES[x.device.type] // (n * p))
     chunks = [slice(i, i + size) for i in range(0, frames, size)]
 
     def products() -> None:

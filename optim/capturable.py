@@ -25,7 +25,7 @@ from ..manifolds.linalg import (
     sym,
 )
 from ..manifolds.polynomial import InverseSqrtPolynomial, inverse_sqrt_polynomial
-from .fused import CHUNK_ENTRIES, has_fused_step
+from .fused import chunks_of, has_fused_step
 from .plain import found_inf_adamw_step
 from .stacking import Chunk, Stack
 
@@ -227,8 +227,7 @@ def capturable_adam_step(
     _check_gradients(params)
     results: list[tuple[Stack, Chunk, CapturableStep]] = []
     for stack in stacks:
-        size = CHUNK_ENTRIES.get(stack.device.type, 2**25) // max(1, stack.shape[0] * stack.shape[1])
-        results += [(stack, chunk, _step_chunk(stack, chunk)) for chunk in stack.chunks(size)]
+        results += [(stack, chunk, _step_chunk(stack, chunk)) for chunk in chunks_of(stack)]
     flags = [result.finite for _, _, result in results]
     # the largest entries cannot overflow, as norms can, and NaN is larger than any
     grads = [p.grad for those, _ in plain for p in those if p.grad is not None and p.grad.numel()]

@@ -19,7 +19,7 @@ from ..manifolds.linalg import full_float32_products, polar_factor, skew
 from ..manifolds.polynomial import inverse_sqrt_polynomial
 from .stacking import Chunk, Stack
 
-__all__ = ["AdamOptions", "fused_adam_step", "has_fused_step"]
+__all__ = ["CHUNK_ENTRIES", "AdamOptions", "chunks_of", "fused_adam_step", "has_fused_step"]
 
 # X₊ has an orthonormality error of its own rounding, and what X had besides; every so many steps the true XᵀX is used,
 # so that rounding cannot add up.
@@ -56,6 +56,12 @@ def has_fused_step(manifold: Manifold, second_moment: str) -> bool:
     )
 
 
+def chunks_of(stack: Stack) -> list[Chunk]:
+    """The frames of ``stack`` in chunks that suit the caches of its device."""
+    n, p = stack.shape
+    return stack.chunks(CHUNK_ENTRIES.get(stack.device.type, 2**25) // max(1, n * p))
+
+
 @full_float32_products()
 def fused_adam_step(stack: Stack, grads: Tensor | None, norms: Tensor, options: AdamOptions) -> None:
     """Step all frames of ``stack`` and its state; equal to :func:`.functional.riemannian_adam_step` to rounding.
@@ -65,11 +71,10 @@ def fused_adam_step(stack: Stack, grads: Tensor | None, norms: Tensor, options: 
         norms: the Frobenius norms of the frames' gradients, (frames,). They must be finite and far from overflow,
             since chunks are written as they are done.
     """
-    n, p = stack.shape
     stack.follow_parameters()
     moved = stack.were_written_to()  # the moment is then tangent elsewhere
     capped: list[tuple[Chunk, Tensor]] = []
-    for chunk in stack.chunks(CHUNK_ENTRIES.get(stack.device.type, 2**25) // max(1, n * p)):
+    for chunk in chunks_of(stack):
         gradient = _Gradient(stack, chunk, grads, options.maximize)
         x, short = _step_chunk(stack, chunk, gradient, norms[chunk.start : chunk.stop], moved, options)
         stack.write(x, chunk)

@@ -15,31 +15,11 @@ __all__ = ["adamw_step", "found_inf_adamw_step", "sgd_step"]
 
 def adamw_step(states: MutableMapping[Tensor, dict[str, Any]], params: Sequence[Tensor], group: dict[str, Any]) -> None:
     """The step of :class:`torch.optim.AdamW`, to the last bit, with the options of ``group``."""
-    keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-    for p in params:
-        state = states[p]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            for key in keys:
-                state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    keys = _begin_adamw(states, params, group)
     columns = {key: [states[p][key] for p in params] for key in keys}
-    adamw(
-        list(params),
-        [p.grad for p in params if p.grad is not None],
-        columns["exp_avg"],
-        columns["exp_avg_sq"],
-        columns.get("max_exp_avg_sq", []),
-        [states[p]["step"] for p in params],
-        foreach=group["foreach"],
-        amsgrad=group["amsgrad"],
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        has_complex=any(torch.is_complex(p) for p in params),
-    )
+    columns |= {"param": list(params), "grad": [p.grad for p in params if p.grad is not None]}
+    has_complex = any(torch.is_complex(p) for p in params)
+    _adamw(states, params, group, columns, foreach=group["foreach"], has_complex=has_complex)
 
 
 def found_inf_adamw_step(
@@ -50,22 +30,45 @@ def found_inf_adamw_step(
     Args:
         found_inf: a float32 tensor of no dimension on the device of the parameters. Where it is 1, nothing changes.
     """
-    keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+    keys = _begin_adamw(states, params, group)
     columns: dict[str, list[Tensor]] = {key: [] for key in ("param", "grad", *keys)}
     copied: list[tuple[Tensor, Tensor]] = []
     for p in params:
-        state = states[p]
-        if not state:
-            state["step"] = torch.zeros((), device=p.device)
-            for key in keys:
-                state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        row = {"param": p, "grad": p.grad, **{key: state[key] for key in keys}}
+        row = {"param": p, "grad": p.grad, **{key: states[p][key] for key in keys}}
         # the kernel reads memory as it lies, whatever the strides
         straight = all(t.is_contiguous() for t in row.values())
         for key, t in row.items():
             columns[key].append(t if straight else t.contiguous())
             if key != "grad" and columns[key][-1] is not t:
                 copied.append((t, columns[key][-1]))
+    _adamw(states, params, group, columns, fused=True, foreach=False, capturable=True, found_inf=found_inf)
+    for t, copy in copied:
+        t.copy_(copy)
+
+
+def _begin_adamw(
+    states: MutableMapping[Tensor, dict[str, Any]], params: Sequence[Tensor], group: dict[str, Any]
+) -> list[str]:
+    """Begin the state of parameters that have none; the keys of its moments."""
+    keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+    for p in params:
+        state = states[p]
+        if not state:
+            # a captured step counts on the device
+            state["step"] = torch.zeros((), device=p.device if group.get("capturable") else "cpu")
+            for key in keys:
+                state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    return keys
+
+
+def _adamw(
+    states: MutableMapping[Tensor, dict[str, Any]],
+    params: Sequence[Tensor],
+    group: dict[str, Any],
+    columns: dict[str, list[Tensor]],
+    **how: Any,
+) -> None:
+    """torch's arithmetic on parameters, gradients and moments, with the options of ``group``."""
     adamw(
         columns["param"],
         columns["grad"],
@@ -73,10 +76,6 @@ def found_inf_adamw_step(
         columns["exp_avg_sq"],
         columns.get("max_exp_avg_sq", []),
         [states[p]["step"] for p in params],
-        fused=True,
-        foreach=False,
-        capturable=True,
-        found_inf=found_inf,
         amsgrad=group["amsgrad"],
         beta1=group["betas"][0],
         beta2=group["betas"][1],
@@ -84,9 +83,8 @@ def found_inf_adamw_step(
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=group["maximize"],
+        **how,
     )
-    for t, copy in copied:
-        t.copy_(copy)
 
 
 def sgd_step(states: MutableMapping[Tensor, dict[str, Any]], params: Sequence[Tensor], group: dict[str, Any]) -> None:

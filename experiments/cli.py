@@ -37,15 +37,18 @@ study_app = typer.Typer(help="Train the same transformer under several optimizer
 app.add_typer(study_app, name="study", no_args_is_help=True)
 
 Arms = Annotated[
-    list[str] | None, typer.Option("--arm", help=f"An arm to run; repeat for several. All: {', '.join(ARMS)}.")
+    list[str] | None, typer.Option("--arm", help=f"An arm to run; repeat for several. There are: {', '.join(ARMS)}.")
 ]
-Seeds = Annotated[int, typer.Option(min=1, help="Number of paired starts: seeds 0, 1, ….")]
-Lr = Annotated[float, typer.Option(help="Learning rate of every arm.")]
-WeightDecay = Annotated[float, typer.Option(help="Decoupled decay of matrices; never of frames, biases, norms.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A few minutes: three arms, one learning rate, few seeds.")]
+Full = Annotated[bool, typer.Option("--full", help="The whole grid at a larger size: days of a few cores.")]
+Seeds = Annotated[int | None, typer.Option(min=1, help="Paired seeds of every arm: 0, 1, …, in place of the grid's.")]
+Lr = Annotated[float | None, typer.Option(help="One learning rate for every arm, in place of the sweep.")]
+WeightDecay = Annotated[float | None, typer.Option(help="Decoupled decay of matrices, in place of the grid's.")]
 Out = Annotated[Path, typer.Option(help="Folder for the results; the same command goes on where it was stopped.")]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="Threads torch may use. Default: 1 for modular, all for cifar10.")
-]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time. Default: the number of cores ÷ threads.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads a run.")]
+Backend = Annotated[str, typer.Option(help=f"Where runs are run: {', '.join(BACKENDS)}.")]
+Address = Annotated[str | None, typer.Option(help="Of the Ray or Dask cluster; without it one is started here.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,49 +73,129 @@ def _root(
 @study_app.command()
 def modular(
     context: typer.Context,
+    quick: Quick = False,
+    full: Full = False,
     arm: Arms = None,
-    seeds: Seeds = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps at most.")] = ModularStudy.steps,
-    lr: Lr = ModularStudy.lr,
-    weight_decay: WeightDecay = ModularStudy.weight_decay,
-    p: Annotated[int, typer.Option(help="The modulus.")] = ModularStudy.p,
-    train_fraction: Annotated[float, typer.Option(help="Share of the pairs to train on.")] = (
-        ModularStudy.train_fraction
-    ),
+    seeds: Seeds = None,
+    lr: Lr = None,
+    weight_decay: WeightDecay = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps at most.")] = None,
+    p: Annotated[int | None, typer.Option(help="The modulus.")] = None,
+    train_fraction: Annotated[float | None, typer.Option(help="Share of the pairs to train on.")] = None,
     out: Out = Path("results"),
-    threads: Threads = None,
+    jobs: Jobs = None,
+    threads: Threads = 1,
+    backend: Backend = "local",
+    address: Address = None,
 ) -> None:
-    """Modular addition: generated data, a few minutes on two cores."""
-    study = ModularStudy(lr=lr, weight_decay=weight_decay, p=p, train_fraction=train_fraction, steps=steps)
-    _run(context, study, arm, seeds, out, threads)
+    """Modular addition: generated data. The default size takes about an hour of two cores."""
+    changes = {"steps": steps, "p": p, "train_fraction": train_fraction}
+    asked = _Asked(context, quick, full, arm, seeds, lr, weight_decay, changes)
+    _study(asked.plan(ModularStudy), out, _pool(jobs, threads, backend, address))
 
 
 @study_app.command()
 def cifar10(
     context: typer.Context,
     data: Annotated[Path, typer.Option(help="Folder of CIFAR-10's six .bin files, or the folder above it.")],
+    download: Annotated[bool, typer.Option("--download", help="Fetch the data into that folder first.")] = False,
+    quick: Quick = False,
+    full: Full = False,
     arm: Arms = None,
-    seeds: Seeds = 3,
-    train_images: Annotated[int, typer.Option(help="Training images, balanced over the classes.")] = (
-        Cifar10Study.train_images
-    ),
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = Cifar10Study.epochs,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images a step.")] = Cifar10Study.batch_size,
-    lr: Lr = Cifar10Study.lr,
-    weight_decay: WeightDecay = Cifar10Study.weight_decay,
+    seeds: Seeds = None,
+    lr: Lr = None,
+    weight_decay: WeightDecay = None,
+    train_images: Annotated[int | None, typer.Option(help="Training images, balanced over the classes.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training images.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Images a step.")] = None,
     out: Out = Path("results"),
-    threads: Threads = None,
+    jobs: Jobs = None,
+    threads: Threads = 1,
+    backend: Backend = "local",
+    address: Address = None,
 ) -> None:
-    """CIFAR-10 in patches, from the official binary files."""
-    study = Cifar10Study(
-        lr=lr,
-        weight_decay=weight_decay,
-        data_folder=str(data),
-        train_images=train_images,
-        epochs=epochs,
-        batch_size=batch_size,
-    )
-    _run(context, study, arm, seeds, out, threads)
+    """CIFAR-10 in patches, from the official binary files. The default size takes about an hour of two cores."""
+    if download:
+        download_with_progress(_console(), data)
+    changes = {"data_folder": str(data), "train_images": train_images, "epochs": epochs, "batch_size": batch_size}
+    asked = _Asked(context, quick, full, arm, seeds, lr, weight_decay, changes)
+    _study(asked.plan(Cifar10Study), out, _pool(jobs, threads, backend, address))
+
+
+@study_app.command()
+def charlm(
+    context: typer.Context,
+    data: Annotated[Path, typer.Option(help="A text file, UTF-8.")],
+    quick: Quick = False,
+    full: Full = False,
+    arm: Arms = None,
+    seeds: Seeds = None,
+    lr: Lr = None,
+    weight_decay: WeightDecay = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Width of the model.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.")] = None,
+    out: Out = Path("results"),
+    jobs: Jobs = None,
+    threads: Threads = 1,
+    backend: Backend = "local",
+    address: Address = None,
+) -> None:
+    """The next character of a text. The default size takes about an hour of two cores.
+
+    Under torchrun each run is shared by all processes.
+    """
+    changes = {"text_file": str(data), "steps": steps, "width": width, "layers": layers}
+    asked = _Asked(context, quick, full, arm, seeds, lr, weight_decay, changes)
+    _study(asked.plan(CharlmStudy), out, _pool(jobs, threads, backend, address))
+
+
+@app.command()
+def cell(
+    study: Annotated[str, typer.Argument(help=f"One of {', '.join(STUDIES)}.")],
+    arm: Annotated[str, typer.Option(help="The arm.")],
+    seed: Annotated[int, typer.Option(min=0, help="The seed.")] = 0,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE, the value in JSON; repeat for several.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Folder or file of the data, for studies that have some.")] = None,
+    threads: Threads = 1,
+    against: Annotated[
+        Path | None, typer.Option(help="Results folder: compare with its line of this cell, to the last bit.")
+    ] = None,
+) -> None:
+    """Run one cell of a study, as every results line says in its "command". Also under torchrun.
+
+    Exit status 1 where the run fails, or differs from the stored one.
+    """
+    one = cell_from_words(study, arm, seed, settings or [], data)
+    with torchrun() as processes:
+        record = run_cell(one, threads, processes=processes)
+        if processes.rank == 0:
+            console = _console()
+            print_cell(console, record)
+            stored = None if against is None else find_stored(against, one)
+            if stored is not None and not print_comparison(console, record, stored):
+                raise typer.Exit(1)
+        if record["status"] == "failed":
+            raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Results folders of studies, such as results/modular.")],
+    readme: Annotated[
+        Path | None, typer.Option(help="A file whose lines between the markers of studies are replaced by the tables.")
+    ] = None,
+) -> None:
+    """Build the reports again from stored results: nothing is trained."""
+    console = _console()
+    for folder in runs:
+        page = report_folder(folder)
+        console.print(f"Report: {page}", markup=False, highlight=False, soft_wrap=True)
+    if readme is not None:
+        update_readme(readme, runs)
+        console.print(f"Tables: {readme}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -175,43 +258,67 @@ def inspect(
         inspection.write_json(json_file)
 
 
-def _run(
-    context: typer.Context, study: Study, arm: list[str] | None, seeds: int, out: Path, threads: int | None
-) -> None:
-    console = _console()
-    cells = plan(study, select_arms(arm), range(seeds))
-    folder = out / study.name
+@dataclass(frozen=True)
+class _Asked:
+    """What the options of a study say."""
+
+    context: typer.Context
+    quick: bool
+    full: bool
+    arms: list[str] | None
+    seeds: int | None
+    lr: float | None
+    weight_decay: float | None
+    changes: dict[str, Any]
+
+    def plan(self, kind: type[Study]) -> PlannedStudy:
+        if self.quick and self.full:
+            raise ValueError("--quick and --full exclude each other")
+        size = "quick" if self.quick else "full" if self.full else "default"
+        settings, grid = SIZES[kind.name][size]
+        given = {name: value for name, value in self.changes.items() if value is not None}
+        study = kind(**(settings | given))
+        arms = select_arms(self.arms or grid.arms)
+        grid = dataclasses.replace(
+            grid,
+            arms=tuple(arm.name for arm in arms),
+            lrs=grid.lrs if self.lr is None else (self.lr,),
+            decays=grid.decays if self.weight_decay is None else (self.weight_decay,),
+            seeds=grid.seeds if self.seeds is None else {},
+            other_seeds=grid.other_seeds if self.seeds is None else self.seeds,
+        )
+        return PlannedStudy(study, arms, grid, size, _command(self.context))
+
+
+def _pool(jobs: int | None, threads: int, backend: str, address: str | None) -> Pool:
+    return Pool(jobs or max(1, joblib.cpu_count() // threads), threads, backend, address)
+
+
+def _study(planned: PlannedStudy, out: Path, pool: Pool) -> None:
+    with torchrun() as processes:
+        if processes.rank == 0:
+            _lead(planned, out, pool, processes)
+        else:
+            follow(pool.threads, processes)
+
+
+def _lead(planned: PlannedStudy, out: Path, pool: Pool, processes: Processes) -> None:
+    console, folder = _console(), out / planned.study.name
     with ResultsStore(folder) as store:
         try:
-            with show_progress(console, cells) as progress:
-                run = run_cells(cells, store, progress, threads or study.default_threads or torch.get_num_threads())
+            with show_progress(console, planned.study, pool.threads, pool.workers) as progress:
+                write = functools.partial(planned.write, folder)
+                run = run_jobs(planned.jobs, store, pool, progress, write, processes)
         except KeyboardInterrupt:
             console.print("Stopped. Finished runs are kept; the same command goes on from here.")
             raise typer.Exit(130) from None
-        page = write_report(folder / "report", study, run.records, _command(context))
-    _print_summary(console, study, run, summarize(run.records, study.headline))
+        page = report_folder(folder)
+    if old := len(run.jobs) - run.fresh:
+        console.print(f"{old} of {len(run.jobs)} runs were there already, or serve twice, and were not repeated.")
+    print_summary(console, folder)
     console.print(f"\nResults: {store.path}\nReport:  {page}", markup=False, highlight=False, soft_wrap=True)
     if run.failed:
         raise typer.Exit(1)
-
-
-def _print_summary(console: Console, study: Study, run: RunReport, summary: Summary) -> None:
-    old = len(run.records) - run.fresh
-    if old:
-        console.print(f"{old} of {len(run.records)} runs were there already and were not repeated.")
-    table = Table(title=f"{study.title}, {len(run.records)} runs")
-    for i, name in enumerate(summary.header):
-        width = max((len(row[i]) for row in summary.rows), default=0)  # heads are broken so that cells need not be
-        head = textwrap.fill(name, max(width, 9))
-        table.add_column(head, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
-    for row in summary.rows:
-        table.add_row(*row)
-    console.print(table)
-    for note in summary.notes:
-        console.print(note, style="dim", markup=False, highlight=False)
-    console.print()
-    for sentence in summary.words:
-        console.print(f"• {sentence}", markup=False, highlight=False)
 
 
 def _command(context: typer.Context) -> str:

@@ -1,4 +1,4 @@
-"""The two small transformers of the studies. Every arm runs the same one: only `attention` differs between arms."""
+"""The small transformers of the studies. Every arm runs the same one: only `attention` differs between arms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attention import StiefelAttention
 
-__all__ = ["ModularTransformer", "PatchTransformer"]
+__all__ = ["CharTransformer", "ModularTransformer", "PatchTransformer"]
 
 
 class ModularTransformer(nn.Module):
@@ -19,7 +19,7 @@ class ModularTransformer(nn.Module):
     Only the last position's query is computed, because only its output is read.
 
     Args:
-        p: the modulus; the vocabulary is 0 … p − 1 and "=".
+        p: number of elements; the vocabulary is 0 … p − 1 and "=".
         attention: further arguments of `StiefelAttention`, such as `constrain` and `logit_scale`.
     """
 
@@ -70,9 +70,40 @@ class PatchTransformer(nn.Module):
         return self.head(self.norm(x).mean(dim=1))
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int, heads: int, attention: Mapping[str, Any]) -> None:
+class CharTransformer(nn.Module):
+    """A small causal transformer, pre-LayerNorm, learned positions: indices of shape (N, L) to logits (N, vocabulary, L).
+
+    Args:
+        context: the longest L.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        width: int = 64,
+        layers: int = 2,
+        heads: int = 4,
+        attention: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__()
+        self.embedding = nn.Parameter(0.02 * torch.randn(vocabulary, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(context, width))
+        self.blocks = nn.ModuleList(_Block(width, heads, attention or {}, causal=True) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        x = nn.functional.embedding(indices, self.embedding) + self.positions[: indices.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).transpose(1, 2)
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int, attention: Mapping[str, Any], causal: bool = False) -> None:
+        super().__init__()
+        self.causal = causal
         self.norm1 = nn.LayerNorm(width)
         self.attention = StiefelAttention(width, heads, **attention)
         self.norm2 = nn.LayerNorm(width)
@@ -80,5 +111,5 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm1(x)
-        x = x + self.attention(normed, normed, normed)[0]
+        x = x + self.attention(normed, normed, normed, is_causal=self.causal)[0]
         return x + self.mlp(self.norm2(x))

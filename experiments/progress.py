@@ -1,100 +1,127 @@
-"""Progress of a study: a bar with the time left on a terminal, a line a run elsewhere."""
+"""Progress of a study: how long it will take before it starts, a bar on a terminal, a line a run elsewhere."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from .runner import Cell
+from .cells import Cell
+from .evaluation import evaluate
+from .starts import build_model
+from .steppers import build_stepper
+from .study import Study
 
-__all__ = ["StudyProgress", "show_progress"]
+__all__ = ["StudyProgress", "seconds_per_cell", "show_progress"]
 
-#: steps of the first run that the first estimate of the whole study is made from, after a few that warm up
-_WARM_UP, _TIMED = 5, 25
+
+def seconds_per_cell(cell: Cell, threads: int, timed: int = 8) -> float:
+    """What the cell will take at most, from a few of its steps and one evaluation, on this machine as it is now."""
+    study, before = cell.study, torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        begin = time.perf_counter()
+        data = study.data(cell.seed)
+        loading = time.perf_counter() - begin
+        model = build_model(cell.arm, study.build, cell.seed, study.input_square_norm)
+        stepper = build_stepper(cell.arm, model, study.hyperparameters())
+        for number, (inputs, targets) in enumerate(itertools.islice(data.batches(), timed + 2)):
+            if number == 2:  # the first ones warm up
+                begin = time.perf_counter()
+            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            stepper.zero_grad()
+            loss.backward()
+            stepper.step()
+        a_step = (time.perf_counter() - begin) / timed
+        begin = time.perf_counter()
+        for split in (data.train, data.validation):
+            evaluate(model, split)
+        evaluation = time.perf_counter() - begin
+        begin = time.perf_counter()
+        evaluate(model, data.test)
+        last = time.perf_counter() - begin
+    finally:
+        torch.set_num_threads(before)
+    return loading + last + a_step * study.total_steps + evaluation * (1 + study.total_steps / study.evaluate_every)
 
 
 class StudyProgress:
-    """Counts steps over all runs. A run that ends early takes its unused steps off the total, so the time left is
-    that of the steps still to come at most.
+    """Counts cells. What is left is judged by what the cells of this run took.
 
     Args:
         bar: the bar to move, or None for plain lines.
+        workers: cells at a time.
     """
 
-    def __init__(self, console: Console, cells: Sequence[Cell], bar: Progress | None) -> None:
-        self.console = console
-        self.cells = cells
-        self.bar = bar
+    def __init__(self, console: Console, study: Study, bar: Progress | None, threads: int, workers: int) -> None:
+        self.console, self.study, self.bar = console, study, bar
+        self.threads, self.workers = threads, workers
         self.task: TaskID | None = None
-        self.total = 0
-        self.before = 0  # steps of the runs that have ended
-        self.begin = time.perf_counter()
-        self.timed: tuple[int, float] | None = None
-        self.estimated = False
+        self.known = 0
+        self.ended = 0
+        self.left = 0
+        self.seconds = 0.0
+        self.work = 0  # steps at most of the cells that have ended
+        self.work_left = 0
 
-    def cell_started(self, cell: Cell, number: int, of: int) -> None:
-        if number == 1:
-            self.begin = time.perf_counter()
-            self.total = of * cell.study.total_steps
-            done = f", {len(self.cells) - of} of {len(self.cells)} there already" if of < len(self.cells) else ""
-            self._say(f"{cell.study.title}: {of} runs of at most {cell.study.total_steps:,} steps{done}")
-            self._say(cell.study.describe())
-            if self.bar is not None:
-                self.task = self.bar.add_task("", total=self.total)
-        self.label = f"{number}/{of} {cell.arm.name}, seed {cell.seed}"
-        if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, description=self.label)
-
-    def stepped(self, step: int) -> None:
-        if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, completed=self.before + step)
-        if self.estimated:
-            return
-        if self.timed is None and step >= _WARM_UP:
-            self.timed = (step, time.perf_counter())
-        elif self.timed is not None and step >= self.timed[0] + _TIMED:
-            a_step = (time.perf_counter() - self.timed[1]) / (step - self.timed[0])
-            self._say(f"Expected: at most about {_duration(a_step * (self.total - step))} at this pace")
-            self.estimated = True
-
-    def cell_ended(self, cell: Cell, record: dict[str, Any], steps: int) -> None:
-        self.before += steps
-        self.total -= cell.study.total_steps - steps
-        self.estimated = True
-        if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, completed=self.before, total=self.total)
-        elapsed = time.perf_counter() - self.begin
-        left = elapsed / max(self.before, 1) * (self.total - self.before)
-        text = f"{self.label}: {_outcome(cell, record)}, {record['wall_seconds']:.1f} s"
-        if self.bar is None and left > 0:
-            text += f"; at most about {_duration(left)} left"
+    def round_started(self, cells: Sequence[Cell], known: int) -> None:
+        first = not self.known
+        self.left, self.work_left = len(cells), sum(cell.study.total_steps for cell in cells)
+        if first:
+            self._say(f"{self.study.title}. {self.study.describe()}.")
+        more = known - self.known
+        self.known = known
+        text = f"{len(cells)} runs to go"
+        if known > len(cells):
+            text += f", {known - len(cells)} there already or shared" if first else f", {more} of them new"
+        if first:
+            text += f"; {self._estimate(cells)}"
         self._say(text)
+        if self.bar is not None:
+            if self.task is None:
+                self.task = self.bar.add_task("", total=len(cells))
+            else:
+                self.bar.update(self.task, total=self.ended + len(cells))
+
+    def _estimate(self, cells: Sequence[Cell]) -> str:
+        each = seconds_per_cell(cells[0], self.threads) / max(cells[0].study.total_steps, 1)
+        total = each * self.work_left / self.workers
+        return f"expected time at most about {_duration(total)} for these, {self.workers} at a time"
+
+    def cell_ended(self, cell: Cell, record: dict[str, Any]) -> None:
+        self.ended += 1
+        self.left -= 1
+        self.seconds += record["wall_seconds"]
+        self.work += cell.study.total_steps
+        self.work_left -= cell.study.total_steps
+        tuned = " (tuning)" if record["split"] == "validation" else ""
+        text = f"{cell.arm.name}, lr {cell.study.lr:g}, seed {cell.seed}{tuned}: {_outcome(cell, record)}"
+        text += f", {record['wall_seconds']:.1f} s"
+        if self.left:
+            text += f"; {self.left} to go, about {_duration(self.seconds / self.work * self.work_left / self.workers)}"
+        self._say(text)
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, completed=self.ended)
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)
 
 
 @contextmanager
-def show_progress(console: Console, cells: Sequence[Cell]) -> Iterator[StudyProgress]:
+def show_progress(console: Console, study: Study, threads: int, workers: int) -> Iterator[StudyProgress]:
     """A `StudyProgress` that suits the console."""
     if not console.is_terminal:
-        yield StudyProgress(console, cells, None)
+        yield StudyProgress(console, study, None, threads, workers)
         return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps"),
-        TimeElapsedColumn(),
-        TextColumn("left at most"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, speed_estimate_period=60) as bar:
-        yield StudyProgress(console, cells, bar)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("runs"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        yield StudyProgress(console, study, bar, threads, workers)
 
 
 def _outcome(cell: Cell, record: dict[str, Any]) -> str:
@@ -104,9 +131,11 @@ def _outcome(cell: Cell, record: dict[str, Any]) -> str:
     value = record["metrics"].get(headline.metric)
     if value is None:
         return f"{headline.label}: not reached (validation {record['metrics']['validation_accuracy']:.1%})"
-    unit = " %" if headline.unit == "%" else ""
+    unit = f" {headline.unit}" if headline.unit in ("%", "bits") else ""
     return f"{headline.label} {value * headline.scale:,.{headline.digits}f}{unit}"
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,169 +1,183 @@
-"""Runs the cells of one study one after another and stores each as it ends."""
+"""Runs the jobs of a study, several at a time, and stores each cell as it ends."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import platform
-import sys
-import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, Protocol
 
-import torch
+import joblib
 
-from .arms import Arm
-from .results import CellKey, ResultsStore, cell_key, latest, settings_hash
-from .studies import Study, StudyData
-from .training import CellFailed, CellResult, train_cell
+from .cells import Cell, run_cell
+from .distributed import Processes
+from .protocol import Job
+from .results import CellKey, ResultsStore, latest
 
-__all__ = ["Cell", "Progress", "RunReport", "environment", "plan", "run_cells"]
+__all__ = ["BACKENDS", "Pool", "Progress", "RunReport", "follow", "run_jobs"]
+
+Record = dict[str, Any]
+Finished = Mapping[CellKey, Record]
+
+BACKENDS = ("local", "ray", "dask")
 
 
 @dataclass(frozen=True)
-class Cell:
-    study: Study
-    arm: Arm
-    seed: int
+class Pool:
+    """Where cells run.
 
-    def settings(self) -> dict[str, Any]:
-        return {"study": self.study.settings(), "arm": self.arm.settings()}
+    Attributes:
+        workers: how many cells at a time.
+        threads: threads a cell.
+        backend: "local", processes of this machine; "ray" or "dask", a cluster, through joblib.
+        address: of the cluster; None starts one on this machine.
+    """
 
-    @property
-    def key(self) -> CellKey:
-        return cell_key(self.identity())
+    workers: int = 1
+    threads: int = 1
+    backend: str = "local"
+    address: str | None = None
 
-    def identity(self) -> dict[str, Any]:
-        """The fields of a results line that say which cell it is."""
-        return {
-            "study": self.study.name,
-            "arm": self.arm.name,
-            "seed": self.seed,
-            "lr": self.study.lr,
-            "settings_hash": settings_hash(self.settings()),
-        }
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {self.backend!r}")
+        if self.address is not None and self.backend == "local":
+            raise ValueError("address is that of a cluster: name its backend too, ray or dask")
 
 
 class Progress(Protocol):
     """What the runner tells whoever shows progress."""
 
-    def cell_started(self, cell: Cell, number: int, of: int) -> None: ...
-    def stepped(self, step: int) -> None: ...
-    def cell_ended(self, cell: Cell, record: dict[str, Any], steps: int) -> None: ...
+    def round_started(self, cells: Sequence[Cell], known: int) -> None: ...
+    def cell_ended(self, cell: Cell, record: Record) -> None: ...
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """The results line of every cell of the study, in the order of `cells`; `fresh` of them were run just now."""
+    """Every job with its results line; `fresh` cells were run just now."""
 
-    records: list[dict[str, Any]]
+    jobs: tuple[tuple[Job, Record], ...]
     fresh: int
 
     @property
-    def failed(self) -> list[dict[str, Any]]:
-        return [record for record in self.records if record["status"] == "failed"]
+    def failed(self) -> list[Record]:
+        return list(latest(record for _, record in self.jobs if record["status"] == "failed").values())
 
 
-def plan(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Cell]:
-    """Every arm of a seed before the next seed, so that a study stopped halfway has whole pairs."""
-    return [Cell(study, arm, seed) for seed in seeds for arm in arms]
+def run_jobs(
+    jobs_of: Callable[[Finished], Sequence[Job]],
+    store: ResultsStore,
+    pool: Pool,
+    progress: Progress,
+    planned: Callable[[Sequence[Job], Finished], None] | None = None,
+    processes: Processes | None = None,
+) -> RunReport:
+    """Run what `store` does not have as "ok" yet, until `jobs_of` knows of nothing more.
 
+    A cell that fails is stored as failed, with its traceback, and the rest goes on; it is run again by the next call.
+    The results line of a cell is on disk as soon as it ends, so a kill costs the cells in flight and nothing else.
 
-def run_cells(cells: Sequence[Cell], store: ResultsStore, progress: Progress, threads: int) -> RunReport:
-    """Run what `store` does not have as "ok" yet. A cell that fails is stored as failed, with its traceback, and the
-    next one is run; a failed cell is run again by the next call.
-
-    The caller holds the store's lock, and keeps it until this returns. Raises what `study.data` raises: data that
-    cannot be read are the user's to mend, and no cell's failure.
+    Args:
+        jobs_of: the jobs known by what has ended; see `protocol.jobs_of`.
+        store: the caller holds its lock, and keeps it until this returns.
+        planned: told all jobs before each round, to write them down.
+        processes: of torchrun: this is the first, the others `follow`, and each cell is trained by all of them.
     """
-    done = {key: record for key, record in latest(store.records()).items() if record["status"] == "ok"}
-    todo = [cell for cell in cells if cell.key not in done]
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    data: StudyData | None = None
-    loaded_seed: int | None = None
+    ended: dict[CellKey, Record] = {k: r for k, r in latest(store.records()).items() if r["status"] == "ok"}
+    fresh = 0
+    with contextlib.ExitStack() as stack:
+        parallel: joblib.Parallel | None = None
+        while True:
+            jobs = jobs_of(ended)
+            if planned is not None:
+                planned(jobs, ended)
+            todo = list({job.cell.key: job.cell for job in jobs if job.cell.key not in ended}.values())
+            shared = processes is not None and processes.count > 1
+            if shared:
+                processes.broadcast(todo)
+            if not todo:
+                return RunReport(tuple((job, ended[job.cell.key]) for job in jobs), fresh)
+            progress.round_started(todo, len(jobs))
+            if shared:
+                results: Iterator[tuple[Cell, Record]] = _together(todo, pool.threads, processes)
+            else:
+                if parallel is None:
+                    stack.enter_context(_backend(pool))
+                    parallel = stack.enter_context(joblib.Parallel(pool.workers, return_as="generator_unordered"))
+                parent = os.getpid() if pool.backend == "local" and pool.workers > 1 else None
+                results = parallel(joblib.delayed(_work)(cell, pool.threads, parent) for cell in todo)
+            for cell, record in results:
+                store.append(record)
+                ended[cell.key] = record
+                fresh += 1
+                progress.cell_ended(cell, record)
+
+
+def follow(threads: int, processes: Processes) -> None:
+    """Train with the first process what it runs, until it has nothing more."""
+    while cells := processes.broadcast(None):
+        for cell in cells:
+            run_cell(cell, threads, processes=processes)
+
+
+def _work(cell: Cell, threads: int, parent: int | None) -> tuple[Cell, Record]:
+    """In a worker. One whose parent was killed would train on for nobody: it ends itself."""
+
+    def alive(_step: int) -> None:
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
+
+    return cell, run_cell(cell, threads, alive)
+
+
+def _together(cells: Sequence[Cell], threads: int, processes: Processes) -> Iterator[tuple[Cell, Record]]:
+    for cell in cells:
+        yield cell, run_cell(cell, threads, processes=processes)
+
+
+def _backend(pool: Pool) -> AbstractContextManager[Any]:
+    if pool.backend == "local":
+        if pool.workers == 1:
+            return nullcontext()
+        return joblib.parallel_config("loky", inner_max_num_threads=pool.threads)
+    return _ray(pool) if pool.backend == "ray" else _dask(pool)
+
+
+@contextlib.contextmanager
+def _ray(pool: Pool) -> Iterator[None]:
     try:
-        for number, cell in enumerate(todo, start=1):
-            progress.cell_started(cell, number, len(todo))
-            if cell.seed != loaded_seed:
-                data, loaded_seed = cell.study.data(cell.seed), cell.seed
-            assert data is not None
-            record, steps = _run(cell, data, progress, threads)
-            store.append(record)
-            done[cell.key] = record
-            progress.cell_ended(cell, record, steps)
+        import ray
+        from ray.util.joblib import register_ray
+    except ImportError as error:
+        raise ValueError(f"--backend ray needs Ray ({error}): pip install ray, or use --backend dask or local") from None
+    if pool.address is None:
+        ray.init(num_cpus=pool.workers, include_dashboard=False, log_to_driver=False)
+    else:
+        ray.init(address=pool.address, log_to_driver=False)
+    try:
+        register_ray()
+        with joblib.parallel_config("ray"):
+            yield
     finally:
-        torch.set_num_threads(before)
-    return RunReport([done[cell.key] for cell in cells], fresh=len(todo))
+        ray.shutdown()
 
 
-def _run(cell: Cell, data: StudyData, progress: Progress, threads: int) -> tuple[dict[str, Any], int]:
-    begin = time.perf_counter()
-    steps = 0
-
-    def on_step(step: int) -> None:
-        nonlocal steps
-        steps = step
-        progress.stepped(step)
-
-    outcome: dict[str, Any]
+@contextlib.contextmanager
+def _dask(pool: Pool) -> Iterator[None]:
     try:
-        outcome = _ok(train_cell(cell.study, cell.arm, cell.seed, data, on_step))
-    except Exception as error:
-        outcome = {
-            "status": "failed",
-            "metrics": {"steps": steps},
-            "history": {},
-            "error": str(error) if isinstance(error, CellFailed) else f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(),
-        }
-    config = {**cell.settings(), "lr": cell.study.lr, "groups": outcome.pop("groups", None)}
-    record = {
-        **cell.identity(),
-        # the split that the headline numbers come from; learning rates will be chosen on "validation" lines
-        "split": "test",
-        **outcome,
-        "config": config,
-        "versions": environment()["versions"],
-        "hardware": environment()["hardware"],
-        "threads": threads,
-        "wall_seconds": time.perf_counter() - begin,
-        "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-    return record, steps
-
-
-def _ok(result: CellResult) -> dict[str, Any]:
-    return {
-        "status": "ok",
-        "metrics": result.metrics,
-        "history": result.history,
-        "groups": result.groups,
-        "parameters": result.parameters,
-        "random_angle": result.random_angle,
-    }
-
-
-def environment() -> dict[str, Any]:
-    """Versions and hardware, as plain text."""
-    versions = {"python": platform.python_version()}
-    for name in ("geodescent", "torch", "numpy", "scipy"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return {"versions": versions, "hardware": f"{_cpu_name()}, {os.cpu_count()} CPUs, {platform.system()}"}
-
-
-def _cpu_name() -> str:
-    if sys.platform == "linux":
-        try:
-            with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    if line.startswith("model name"):
-                        return line.split(":", 1)[1].strip()
-        except OSError:
-            pass
-    return platform.processor() or platform.machine()
+        from distributed import Client, LocalCluster
+    except ImportError as error:
+        raise ValueError(
+            f'--backend dask needs Dask ({error}): pip install "dask[distributed]", or use --backend ray or local'
+        ) from None
+    with contextlib.ExitStack() as stack:
+        if pool.address is None:
+            options = {"n_workers": pool.workers, "threads_per_worker": 1, "dashboard_address": None}
+            where: Any = stack.enter_context(LocalCluster(**options))
+        else:
+            where = pool.address
+        stack.enter_context(Client(where))
+        stack.enter_context(joblib.parallel_config("dask"))
+        yield

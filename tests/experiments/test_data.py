@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from geodescent.experiments.data_cifar10 import load_cifar10
-from geodescent.experiments.data_modular import modular_pairs
+from geodescent.experiments.data_modular import operation_pairs
 
 
 def _triples(split):
@@ -11,7 +11,7 @@ def _triples(split):
 
 @pytest.mark.parametrize(("operation", "rule"), [("add", int.__add__), ("subtract", int.__sub__)])
 def test_the_splits_are_all_pairs_once_with_right_answers(operation, rule):
-    data = modular_pairs(7, 0.4, seed=3, operation=operation)
+    data = operation_pairs(7, 0.4, seed=3, operation=operation)
     splits = [_triples(split) for split in (data.train, data.validation, data.test)]
     assert [len(split) for split in splits] == [20, 14, 15]
     assert set.union(*splits) == {(a, b, rule(a, b) % 7) for a in range(7) for b in range(7)}
@@ -19,7 +19,7 @@ def test_the_splits_are_all_pairs_once_with_right_answers(operation, rule):
 
 
 def test_the_seed_decides_the_split():
-    one, same, other = (modular_pairs(7, 0.4, seed).train[0] for seed in (0, 0, 1))
+    one, same, other = (operation_pairs(7, 0.4, seed).train[0] for seed in (0, 0, 1))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
 
@@ -30,7 +30,7 @@ def test_the_seed_decides_the_split():
 )
 def test_modular_arguments_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
-        modular_pairs(*arguments[:2], *(arguments[2:] or (0,)))
+        operation_pairs(*arguments[:2], *(arguments[2:] or (0,)))
 
 
 # --- CIFAR-10 -----------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@ import dataclasses
 import pytest
 import torch
 from geodescent.experiments import training
-from geodescent.experiments.arms import ARMS, build_model
-from geodescent.experiments.studies import ModularStudy
+from geodescent.experiments.arms import ARMS
+from geodescent.experiments.starts import attentions, build_model
+from geodescent.experiments.study_modular import ModularStudy
 from geodescent.experiments.training import CellFailed, train_cell
 from geodescent.manifolds import ManifoldParameter, Stiefel
 
@@ -14,8 +15,8 @@ def kept_models(monkeypatch):
     """The models that train_cell builds, with copies of their frames at the start."""
     kept = []
 
-    def build(arm, factory, seed):
-        model = build_model(arm, factory, seed)
+    def build(arm, factory, seed, square_norm):
+        model = build_model(arm, factory, seed, square_norm)
         frames = [p for p in model.parameters() if isinstance(p, ManifoldParameter)]
         kept.append((frames, [p.detach().clone() for p in frames]))
         return model
@@ -62,7 +63,29 @@ def test_curves_have_one_value_an_evaluation_and_start_at_zero(tiny_study):
 
 def test_the_same_cell_gives_the_same_numbers(tiny_study):
     one, two = (train_cell(tiny_study, ARMS["riemannian-adam"], 0, tiny_study.data(0)) for _ in range(2))
-    assert one.history == two.history
+    assert (one.history, one.metrics, one.cycles) == (two.history, two.metrics, two.cycles)
+
+
+def test_the_step_length_is_the_mean_of_the_steps(tiny_study, monkeypatch):
+    """Against the path of the weights, recorded from outside after every step."""
+    models, weights = [], []
+
+    def build(*arguments):
+        models.append(build_model(*arguments))
+        return models[-1]
+
+    def snapshot(_step=0):
+        (layer,) = attentions(models[0])
+        frames = torch.cat([layer.query_frames(), layer.key_frames()])
+        weights.append(frames.detach().as_subclass(torch.Tensor).double().clone())
+
+    monkeypatch.setattr(training, "build_model", build)
+    snapshot_first = training.build_stepper
+    monkeypatch.setattr(training, "build_stepper", lambda *a: (snapshot(), snapshot_first(*a))[1])
+    result = train_cell(tiny_study, ARMS["riemannian-adam"], 0, tiny_study.data(0), snapshot)
+    squares = [(b - a).square().sum((1, 2)).mean() for a, b in zip(weights, weights[1:], strict=False)]
+    assert len(squares) == 8
+    assert result.metrics["step_length"] == pytest.approx(sum(float(s.sqrt()) for s in squares) / 8, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -73,18 +96,23 @@ def test_the_same_cell_gives_the_same_numbers(tiny_study):
         ([0.1, 0.1, 0.1, 0.1, 0.1, 0.96, 0.96], None, 7),  # above at the end, but not held
     ],
 )
-def test_steps_to_95(monkeypatch, accuracies, expected, steps):
+@pytest.mark.parametrize("late", ["validation", "test"])
+def test_steps_to_95(monkeypatch, accuracies, expected, steps, late):
+    """Each split has its own streak, and the run ends when both have been held."""
     study = ModularStudy(p=5, width=16, heads=2, steps=7, interval=1)
     values = iter([0.0, *accuracies])
+    early = {"validation": "test", "test": "validation"}[late]
 
     def measure(history, step, *_):
-        row = {"train_loss": 1.0, "train_accuracy": 0.5, "validation_loss": 1.0, "validation_accuracy": next(values)}
+        row = {"train_loss": 1.0, "train_accuracy": 0.5, "validation_loss": 1.0}
+        row |= {f"{late}_accuracy": next(values), f"{early}_accuracy": 1.0}
         for name in (*row, "step", *training._TRACKED):
             history.setdefault(name, []).append(row.get(name, step))
 
     monkeypatch.setattr(training, "_measure", measure)
     metrics = train_cell(study, ARMS["adamw"], 0, study.data(0)).metrics
-    assert metrics["steps_to_95"] == expected
+    assert metrics[f"steps_to_95_{late}"] == expected
+    assert metrics[f"steps_to_95_{early}"] == 1
     assert metrics["steps"] == steps
 
 
@@ -103,6 +131,10 @@ def test_a_diverging_run_says_so(tiny_study):
         ({"interval": 0}, "interval"),
         ({"heads": 3}, "width"),
         ({"train_fraction": 2.0}, "train_fraction"),
+        ({"qk_scale": 0.0}, "qk_scale"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"shrink": 1.0}, "shrink"),
+        ({"decay_cycles": 1, "weight_decay": 0.0}, "weight_decay"),
     ],
 )
 def test_settings_are_checked(tiny_study, change, name):

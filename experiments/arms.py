@@ -127,16 +127,16 @@ ARMS: dict[str, Arm] = {
         ),
         Arm(
             "riemannian-adam-frobenius",
-            "As riemannian-adam, but a whole frame moves by about the learning rate in norm, as geoopt's do: √(np) times "
-            "less.",
+            "As riemannian-adam, but a whole frame moves by about the learning rate in norm, as geoopt's do: "
+            "√(np) times less.",
             frames=True,
             rule="radam",
             options=(_RMS[0], ("step_scale", "frobenius"), _RMS[2]),
         ),
         Arm(
             "spectral",
-            "Frames; steepest descent in the spectral norm on the tangent space (“manifold Muon”), entries moving as in "
-            "riemannian-adam.",
+            "Frames; steepest descent in the spectral norm on the tangent space (“manifold Muon”), entries moving as "
+            "in riemannian-adam.",
             frames=True,
             rule="spectral",
             options=(("step_scale", "rms"), ("trust_radius", 1.0)),

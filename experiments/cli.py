@@ -1,31 +1,43 @@
-"""The command line: `geodescent study modular`, `geodescent study cifar10`, `geodescent certify`,
-`geodescent inspect`."""
+"""The command line: `geodescent study`, `cell`, `report`, `certify`, `inspect`."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
+import joblib
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from ..analysis import LAYOUTS
 from .arms import ARMS, select_arms
+from .cells import run_cell
 from .certification import certify_all
+from .distributed import Processes, torchrun
+from .download import download_with_progress
+from .grid import SIZES
 from .inspection import inspect_checkpoint, print_inspection
+from .plan import PlannedStudy
 from .progress import show_progress
-from .report import write_report
+from .readme import update_readme
+from .report import report_folder
 from .results import ResultsStore
-from .runner import RunReport, plan, run_cells
-from .studies import Cifar10Study, ModularStudy, Study
-from .summary import Summary, summarize
+from .runner import BACKENDS, Pool, follow, run_jobs
+from .single import cell_from_words, find_stored, print_cell, print_comparison
+from .studies import STUDIES
+from .study import Study
+from .study_charlm import CharlmStudy
+from .study_cifar10 import Cifar10Study
+from .study_modular import ModularStudy
+from .terminal import print_summary
 
 app = typer.Typer(
     help="Geometry-first optimization on manifolds: studies, reports and certificates.",

@@ -40,7 +40,11 @@ def elements(operation: str, p: int) -> int:
 
 
 def describe_operation(operation: str, p: int) -> str:
-    return f"Composition in the symmetric group S_{p}" if operation == COMPOSE else f"The operation “{operation}” modulo {p}"
+    return (
+        f"Composition in the symmetric group S_{p}"
+        if operation == COMPOSE
+        else f"The operation “{operation}” modulo {p}"
+    )
 
 
 def operation_pairs(p: int, train_fraction: float, seed: int, operation: str = "add") -> ModularData:

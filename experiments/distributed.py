@@ -24,7 +24,9 @@ class Processes:
         """The gradient of the mean loss of the whole batch, the same in every process; returns that loss."""
         own_inputs, own_targets = inputs[self.rank :: self.count], targets[self.rank :: self.count]
         # by sums, since shares differ in size where the batch does not divide
-        loss = nn.functional.cross_entropy(model(own_inputs), own_targets, reduction="sum" if self.count > 1 else "mean")
+        loss = nn.functional.cross_entropy(
+            model(own_inputs), own_targets, reduction="sum" if self.count > 1 else "mean"
+        )
         zero_grad()
         if self.count == 1:
             if torch.isfinite(loss):
@@ -37,7 +39,6 @@ class Processes:
         for tensor in (total, *gradients):
             dist.all_reduce(tensor)
         return total.item()
-
 
     def broadcast(self, value: Any) -> Any:
         """What the first process passes, in every process."""

@@ -11,6 +11,7 @@ The standard library's urllib is enough for one GET with two headers, and keeps 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import http.client
 import json
@@ -62,6 +63,13 @@ class _Interrupted(Exception):
     """This try failed in a way that another one may not."""
 
 
+class _RangeRefused(Exception):
+    """416: there is nothing from that byte on, of a file of `total` bytes."""
+
+    def __init__(self, total: int | None) -> None:
+        self.total = total
+
+
 def download_cifar10(
     folder: str | os.PathLike[str],
     *,
@@ -90,11 +98,10 @@ def download_cifar10(
     server, another checksum than expected, an archive of other files, no space on the disk, no permission.
 
     >>> import tempfile
-    >>> from pathlib import Path
-    >>> folder = Path(tempfile.mkdtemp())
-    >>> for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
-    ...     _ = (folder / name).write_bytes(bytes(3073))
-    >>> download_cifar10(folder, records=1) == folder  # they are there: nothing is fetched
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
+    ...         _ = (Path(folder) / name).write_bytes(bytes(3073))
+    ...     download_cifar10(folder, records=1) == Path(folder)  # they are there: nothing is fetched
     True
     """
     address = urlsplit(url)
@@ -180,12 +187,15 @@ def _alone(path: Path, notify: Notify) -> Iterator[None]:
 
 def _obtain(folder: Path, url: str, sha256: str, records: int, progress: ProgressCallback, notify: Notify) -> Path:
     target = folder / TARGET
-    # renaming over a folder that holds something is impossible, and clearing it first would lose what a kill leaves
-    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
-        raise DownloadError(
-            f"{target} is there, but is not the six files of CIFAR-10 in their sizes; move it away or delete it, and "
-            "run the same command again"
-        )
+    # A folder that holds something cannot be renamed over, and clearing it first would lose it to a kill in between.
+    # Batches lying in `folder` itself the loader would take in place of the new ones.
+    in_the_way = os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir()))
+    for place, wrong in ((target, in_the_way), (folder / TEST_FILE, (folder / TEST_FILE).exists())):
+        if wrong:
+            raise DownloadError(
+                f"{place} is there, but not all six files of CIFAR-10 in their sizes; move it away or delete it, and "
+                "run the same command again"
+            )
     archive, part = folder / ARCHIVE, _Part(folder / f"{ARCHIVE}.part", url)
     if archive.is_file() and _sha256(archive) == sha256:
         notify(f"Unpacking {archive}.")
@@ -201,9 +211,9 @@ def _obtain(folder: Path, url: str, sha256: str, records: int, progress: Progres
         )
     try:
         _unpack(part.path, target, records)
-    except _Unfit as error:
+    except _UnfitArchive:
         part.discard()
-        raise DownloadError(f"{url}: {error}; nothing was unpacked") from error
+        raise
     part.discard()
     return target
 
@@ -282,51 +292,65 @@ def _fetch(part: _Part, progress: ProgressCallback, notify: Notify) -> None:
             time.sleep(delay)
 
 
-def _try_once(
-    opener: urllib.request.OpenerDirector, part: _Part, progress: ProgressCallback, notify: Notify
-) -> None:
+def _try_once(opener: urllib.request.OpenerDirector, part: _Part, progress: ProgressCallback, notify: Notify) -> None:
     done, origin = part.state()
     if done and done == origin.total:
         return
     headers = {"User-Agent": "geodescent", "Accept-Encoding": "identity"}
     if done and origin.validator:
         headers |= {"Range": f"bytes={done}-", "If-Range": origin.validator}
-    response = _open(opener, urllib.request.Request(part.url, headers=headers))
+    try:
+        response = _open(opener, urllib.request.Request(part.url, headers=headers))
+    except _RangeRefused as error:
+        if done and done == error.total:
+            return  # the length had not been told before: there is nothing left to ask for
+        part.discard()
+        raise _Interrupted(f"the server's file ends before the {done:,} bytes there are, which are given up") from None
     with response:
-        validator = _validator(response.headers)
-        first, total = _content_range(response.headers.get("Content-Range"))
         if response.status == HTTPStatus.OK:
             # the whole file: there was no part, or the file is another one now, or the server knows no ranges
-            done, total = 0, _length(response.headers.get("Content-Length"))
-            origin = _Origin(part.url, validator, total)
-        elif response.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and done:
-            if done == total:
-                return  # the length had not been told before: there is nothing left to ask for
-            part.discard()
-            raise _Interrupted(f"the server's file is another one than that of {part.path.name}, which is given up")
+            done, origin = 0, _Origin(part.url, _validator(response.headers), response.length)
         elif response.status == HTTPStatus.PARTIAL_CONTENT and done:
-            same = first == done and validator in (None, origin.validator) and (total == origin.total or not origin.total)
-            if not same:
+            origin = _continued(response.headers, done, origin)
+            if origin is None:
                 part.discard()
-                raise _Interrupted(f"the server's answer does not go on from {part.path.name}, which is given up")
-            origin = _Origin(part.url, origin.validator, total)
+                raise _Interrupted(f"the server's answer does not go on from the {done:,} bytes, which are given up")
         else:
-            raise DownloadError(f"{part.url}: the server answers {response.status} {response.reason}")
+            raise DownloadError(f"{part.url}: the server answers {response.status} {_said(response.reason)}")
         notify(f"Going on from {done:,} bytes of {part.url}." if done else f"Fetching {part.url}.")
-        with open(part.path, "ab") as file:
-            file.truncate(done)  # first the old bytes go, then their description: never one with the other's
-            part.describe(origin)
-            progress(done, total)
-            while total is None or done < total:
-                chunk = _read(response, CHUNK if total is None else min(CHUNK, total - done))
-                if not chunk:
-                    break
-                file.write(chunk)
-                file.flush()
-                done += len(chunk)
-                progress(done, total)
-    if total is not None and done < total:
-        raise _Interrupted(f"the connection broke off after {done:,} of {total:,} bytes")
+        _receive(response, part, done, origin, progress)
+
+
+def _receive(
+    response: http.client.HTTPResponse, part: _Part, done: int, origin: _Origin, progress: ProgressCallback
+) -> None:
+    end = None if response.length is None else done + response.length
+    # bytes of another file go before their description does: a kill between the two leaves an empty part
+    with open(part.path, "ab" if done else "wb") as file:
+        part.describe(origin)
+        progress(done, origin.total)
+        while end is None or done < end:
+            chunk = _read(response)
+            if not chunk:
+                break
+            file.write(chunk)
+            file.flush()
+            done += len(chunk)
+            progress(done, origin.total)
+    whole = end if origin.total is None else origin.total
+    if whole is not None and done < whole:
+        raise _Interrupted(f"the connection broke off after {done:,} of {whole:,} bytes")
+
+
+def _continued(headers: http.client.HTTPMessage, done: int, origin: _Origin) -> _Origin | None:
+    """What is being fetched if a 206 goes on with it; None if it is another part or another file, as from a server
+    that does not know If-Range."""
+    first, total = _content_range(headers.get("Content-Range"))
+    same_file = _validator(headers) in (None, origin.validator)
+    same_length = total is None or origin.total in (None, total)
+    if first != done or not same_file or not same_length:
+        return None
+    return _Origin(origin.url, origin.validator, origin.total if total is None else total)
 
 
 def _open(opener: urllib.request.OpenerDirector, request: urllib.request.Request) -> http.client.HTTPResponse:
@@ -334,13 +358,13 @@ def _open(opener: urllib.request.OpenerDirector, request: urllib.request.Request
     try:
         return opener.open(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return error  # a response as well
-        error.close()
-        text = f"the server answers {error.code} {error.reason}"
-        if error.code >= 500 or error.code in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS):
-            raise _Interrupted(text) from None
-        raise DownloadError(f"{url}: {text}") from None
+        with error:
+            if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and request.has_header("Range"):
+                raise _RangeRefused(_content_range(error.headers.get("Content-Range"))[1]) from None
+            text = f"the server answers {error.code} {_said(error.reason)}"
+            if error.code >= 500 or error.code in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS):
+                raise _Interrupted(text) from None
+            raise DownloadError(f"{url}: {text}") from None
     except DownloadError:
         raise
     except http.client.InvalidURL as error:
@@ -352,15 +376,17 @@ def _open(opener: urllib.request.OpenerDirector, request: urllib.request.Request
         raise _Interrupted(f"no answer from {urlsplit(url).hostname}: {_said(reason)}") from error
 
 
-def _read(response: http.client.HTTPResponse, size: int) -> bytes:
+def _read(response: http.client.HTTPResponse) -> bytes:
     try:
-        return response.read1(size)  # what has arrived: nothing of it is lost if the next bytes never come
+        return response.read1(CHUNK)  # what has arrived: nothing of it is lost if the next bytes never come
     except (OSError, http.client.HTTPException) as error:
         raise _Interrupted(f"the connection broke off: {_said(error)}") from error
 
 
 def _said(reason: object) -> str:
-    return (isinstance(reason, OSError) and reason.strerror) or str(reason) or type(reason).__name__
+    """In one line: part of it may come from the server."""
+    text = (isinstance(reason, OSError) and reason.strerror) or str(reason) or type(reason).__name__
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def _validator(headers: http.client.HTTPMessage) -> str | None:
@@ -371,13 +397,9 @@ def _validator(headers: http.client.HTTPMessage) -> str | None:
 
 def _content_range(value: str | None) -> tuple[int | None, int | None]:
     """First byte and length of `bytes 5-9/10`, `bytes */10` or `bytes 5-9/*`."""
-    match = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(?:(\d+)|\*)", value or "")
+    match = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(?:(\d+)|\*)", value or "", re.ASCII | re.IGNORECASE)
     first, total = match.groups() if match else (None, None)
-    return _length(first), _length(total)
-
-
-def _length(value: str | None) -> int | None:
-    return int(value) if value and value.isdecimal() else None
+    return (first if first is None else int(first)), (total if total is None else int(total))
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -385,44 +407,55 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         allowed = ("https",) if req.type == "https" else ("http", "https")
         if urlsplit(newurl).scheme not in allowed:
             fp.close()
-            raise DownloadError(f"{req.full_url}: refused to follow the server's redirection to {newurl}")
+            raise DownloadError(f"{req.full_url}: refused to follow the server's redirection to {_said(newurl)}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 # --- Unpacking ----------------------------------------------------------------------------------------------------
 
 
-class _Unfit(Exception):
-    """The archive is not what it must be."""
+class _UnfitArchive(DownloadError):
+    """The archive has the right checksum, and is still not what is expected here."""
 
 
 def _unpack(archive: Path, target: Path, records: int) -> None:
     """All of the archive at `target`, or nothing."""
     if not hasattr(tarfile, "data_filter"):
-        raise DownloadError("unpacking needs Python 3.11.4 or later: earlier ones cannot refuse unsafe archives")
+        raise DownloadError("unpacking needs Python 3.11.4 or later: earlier ones have no filter for unsafe archives")
     staging = target.with_name(f".{target.name}.unpacking")
-    if staging.exists():
+    if os.path.lexists(staging):
         shutil.rmtree(staging)  # left by a process that was killed
-    sizes = {f"{TARGET}/{name}": records * RECORD_BYTES for name in (*TRAIN_FILES, TEST_FILE)}
     staging.mkdir()
     try:
-        missing = set(sizes)
         with tarfile.open(archive, "r:gz") as tar:
-            for member in tar:
-                if member.isdir() and member.name == TARGET:
-                    continue
-                _check(member, sizes)
-                tar.extract(member, staging, filter="data")
-                with open(staging / member.name, "r+b") as file:
-                    os.fsync(file.fileno())
-                missing.discard(member.name)
-                sizes.pop(member.name)
-        if missing:
-            raise _Unfit(f"the archive lacks {', '.join(sorted(missing))}")
+            _extract(tar, staging, records)
         if target.is_dir():
-            target.rmdir()
+            target.rmdir()  # an empty one, or this fails
         os.rename(staging / TARGET, target)
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _Unfit(f"the archive is damaged or not a .tar.gz: {error}") from error
+        raise _UnfitArchive(f"the archive is damaged, or not a .tar.gz: {error}; nothing was unpacked") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _extract(tar: tarfile.TarFile, staging: Path, records: int) -> None:
+    """The expected files, each once and in its size; the first thing that is anything else is refused."""
+    batches = {f"{TARGET}/{name}" for name in (*TRAIN_FILES, TEST_FILE)}
+    left = batches | {f"{TARGET}/{name}" for name in TEXTS}
+    for member in tar:
+        if member.name == TARGET and member.isdir():
+            continue
+        size = records * RECORD_BYTES
+        right = member.size == size if member.name in batches else member.size <= TEXT_BYTES
+        if member.name not in left or not member.isreg() or not right:
+            raise _UnfitArchive(
+                f"the archive holds {member.name!r} of {member.size:,} bytes (type {member.type!r}), expected only "
+                f"{TARGET}/ with {', '.join((*TRAIN_FILES, TEST_FILE))}, regular files of {size:,} bytes, and "
+                f"{' and '.join(TEXTS)}, each once; nothing was unpacked"
+            )
+        left.remove(member.name)
+        tar.extract(member, staging, filter="data")
+        with open(staging / member.name, "r+b") as file:
+            os.fsync(file.fileno())
+    if missing := sorted(batches & left):
+        raise _UnfitArchive(f"the archive lacks {', '.join(missing)}; nothing was unpacked")

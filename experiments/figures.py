@@ -4,7 +4,7 @@ text."""
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,27 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .plots import Curve, arm_colors, plot_curves, plot_differences, plot_headline
+from .claims import accuracy, effects_of, growth_gaps
+from .plots import (
+    Curve,
+    arm_colors,
+    plot_curves,
+    plot_cycles,
+    plot_differences,
+    plot_effects,
+    plot_growth,
+    plot_headline,
+    plot_scatter,
+)
 from .summary import Summary
+from .verdicts import MARGIN
 
 __all__ = ["ReportFigure", "figures_of"]
 
 Record = dict[str, Any]
+
+#: curves of more arms than these are a tangle; the table has them all
+CURVES = ("adamw", "frozen", "riemannian-adam", "adamw-orth-no-decay", "rsgd", "muon")
 
 
 @dataclass(frozen=True)
@@ -43,16 +58,31 @@ class ReportFigure:
         return buffer.getvalue()
 
 
-def figures_of(records: Sequence[Record], summary: Summary) -> tuple[ReportFigure, ...]:
-    """The figures that the records can fill: none for a quantity that no run has."""
+def figures_of(roles: Mapping[str, Sequence[Record]], summary: Summary) -> tuple[ReportFigure, ...]:
+    """The figures that the records can fill, the ones that decide first: none for a quantity that no run has."""
+    found = [
+        _differences(summary),
+        _headline(summary, _runs(roles.get("report", ()))),
+        _factorial(roles),
+        _growth(roles),
+        _freezing(roles),
+        *_cycles(roles),
+        *_learning(roles.get("report", ())),
+    ]
+    return tuple(figure for figure in found if figure is not None)
+
+
+def _runs(records: Sequence[Record]) -> str:
     ok = [record for record in records if record["status"] == "ok"]
-    arms = ", ".join(dict.fromkeys(record["arm"] for record in ok))
-    runs = f"{len(ok)} runs of {arms}"
+    return f"{len(ok)} runs of {', '.join(dict.fromkeys(record['arm'] for record in ok))}"
+
+
+def _learning(records: Sequence[Record]) -> tuple[ReportFigure | None, ...]:
+    ok = [record for record in records if record["status"] == "ok" and record["arm"] in CURVES]
+    runs = _runs(ok)
     random = [record["random_angle"] for record in ok if record.get("random_angle")]
     angle_reference = (sum(random) / len(random), "random subspaces") if random else None
-    found = [
-        _headline(summary, runs),
-        _differences(summary),
+    return (
         _curves(
             ok,
             "accuracy",
@@ -109,8 +139,7 @@ def figures_of(records: Sequence[Record], summary: Summary) -> tuple[ReportFigur
             runs,
             percent=True,
         ),
-    ]
-    return tuple(figure for figure in found if figure is not None)
+    )
 
 
 def _curves(
@@ -165,20 +194,21 @@ def _headline(summary: Summary, runs: str) -> ReportFigure | None:
     if not values:
         return None
     better = "Higher" if headline.higher_is_better else "Lower"
-    ylabel = headline.label + ("" if headline.unit == "steps" else f" ({headline.unit})")
+    xlabel = headline.label + ("" if headline.unit == "steps" else f" ({headline.unit})")
     means = {arm.arm: arm.mean if arm.reached else None for arm in summary.arms}
     reached = "; ".join(
         f"{arm} {'not reached' if mean is None else f'{mean:,.{headline.digits}f}'}" for arm, mean in means.items()
     )
+    lines = ", and a grey line joins the runs of one seed" if len(values) <= 4 else ""
     return ReportFigure(
         "headline",
         headline.label[0].upper() + headline.label[1:],
-        f"{better} is better: a dot is one run, a bar the mean of an arm all of whose runs have a value, and a grey "
-        "line joins the runs of one seed.",
+        f"{better} is better: a dot is one run, a bar the mean of an arm all of whose runs have a value{lines}.",
         f"Dot plot of {headline.label} for {runs}. Means: {reached}.",
         ("arm", "seed", headline.metric),
         tuple((arm, seed, value) for arm, own in values.items() for seed, value in own.items()),
-        lambda ax: plot_headline(ax, values, ylabel, headline.cap),
+        lambda ax: plot_headline(ax, values, xlabel, headline.cap),
+        height=1.4 + 0.32 * len(values),
     )
 
 
@@ -192,17 +222,123 @@ def _differences(summary: Summary) -> ReportFigure | None:
     verdicts = "; ".join(f"{arm} {paired.verdict}" for arm, paired in differences.items())
     return ReportFigure(
         "differences",
-        "Paired differences",
-        f"The {better} of the line at 0 is better than the baseline; an interval that crosses 0 shows no difference.",
+        "Paired differences from adamw",
+        f"The {better} of the line at 0 is better than adamw; an interval that crosses 0 shows no difference.",
         f"Paired differences in {headline.label} against the baseline: {verdicts}.",
         ("arm", "seed", f"difference_{unit}", "mean", "low", "high"),
         tuple(
-            (arm, seed, value, paired.mean, paired.low, paired.high)
+            (arm, seed, value, paired.mean, paired.adjusted_low, paired.adjusted_high)
             for arm, paired in differences.items()
             for seed, value in zip(paired.seeds, paired.differences, strict=True)
         ),
         lambda ax: plot_differences(
-            ax, differences, arm_colors([arm.arm for arm in summary.arms]), f"arm minus baseline ({unit})"
+            ax, differences, arm_colors([arm.arm for arm in summary.arms]), f"arm minus adamw ({unit})"
         ),
-        height=1.5 + 0.6 * len(differences),
+        height=1.4 + 0.4 * len(differences),
     )
+
+
+def _factorial(roles: Mapping[str, Sequence[Record]]) -> ReportFigure | None:
+    effects = {effect.factor: effect.difference for effect in effects_of(roles) if effect.difference.n}
+    if not effects:
+        return None
+    shown = {name: (d.differences, d.mean, (d.adjusted_low, d.adjusted_high)) for name, d in effects.items()}
+    text = "; ".join(f"{name} {d.mean:+.2f}" for name, d in effects.items() if d.mean is not None)
+    return ReportFigure(
+        "factorial",
+        "What each property adds",
+        "Effect on test accuracy of each property with the other two held fixed, between arms at one learning rate and "
+        f"one mean step length; within ±{MARGIN:g} point, the grey band, it counts as none.",
+        f"Effects in points of test accuracy: {text}.",
+        ("property", "seed", "effect_points", "mean", "low", "high"),
+        tuple(
+            (name, seed, value, d.mean, d.adjusted_low, d.adjusted_high)
+            for name, d in effects.items()
+            for seed, value in zip(d.seeds, d.differences, strict=True)
+        ),
+        lambda ax: plot_effects(ax, shown, "effect on test accuracy (points)", MARGIN),
+        height=1.6 + 0.5 * len(shown),
+    )
+
+
+def _growth(roles: Mapping[str, Sequence[Record]]) -> ReportFigure | None:
+    gaps = growth_gaps(roles)
+    if len(gaps) < 2:
+        return None
+    text = "; ".join(f"{size:,.0f} images {sum(own.values()) / len(own):+.2f}" for size, own in sorted(gaps.items()))
+    return ReportFigure(
+        "growth",
+        "The gap against the size of the data",
+        "Rising with the number of training images would be a gap that widens with data.",
+        f"Mean gap of riemannian-adam over adamw in points: {text}.",
+        ("train_images", "seed", "gap_points"),
+        tuple((size, seed, gap) for size, own in sorted(gaps.items()) for seed, gap in own.items()),
+        lambda ax: plot_growth(
+            ax,
+            {size: list(own.values()) for size, own in gaps.items()},
+            "training images",
+            "riemannian-adam minus adamw (points)",
+        ),
+    )
+
+
+def _freezing(roles: Mapping[str, Sequence[Record]]) -> ReportFigure | None:
+    ok = [record for record in roles.get("report", ()) if record["status"] == "ok"]
+    moved = {(record["arm"], record["seed"]): 100 * record["metrics"]["qk_movement"] for record in ok}
+    points = {
+        arm: [(moved[arm, seed], value) for seed, value in own.items()] for arm, own in accuracy(ok).items() if own
+    }
+    if "frozen" not in points or len(points) < 2:
+        return None
+    means = "; ".join(
+        f"{arm} moved {sum(x for x, _ in own) / len(own):.1f} %, accuracy {sum(y for _, y in own) / len(own):.1f} %"
+        for arm, own in points.items()
+    )
+    return ReportFigure(
+        "freezing",
+        "Accuracy against how far Q and K moved",
+        "A dot is one run. If moving the frames mattered, accuracy would rise from the frozen runs at 0.",
+        f"Scatter of test accuracy against movement. Means: {means}.",
+        ("arm", "moved_percent", "test_accuracy_percent"),
+        tuple((arm, x, y) for arm, own in points.items() for x, y in own),
+        lambda ax: plot_scatter(ax, points, "‖W − W₀‖ / ‖W₀‖ of Q and K (%)", "test accuracy (%)"),
+        height=5.0 if len(points) > 6 else 3.8,
+    )
+
+
+def _cycles(roles: Mapping[str, Sequence[Record]]) -> tuple[ReportFigure, ...]:
+    runs: dict[str, list[Record]] = {}
+    for record in roles.get("cycles", ()):
+        if record["status"] == "ok" and record.get("cycles"):
+            runs.setdefault(record["arm"], []).append(record)
+    if not runs:
+        return ()
+    shown = (
+        ("qk_angle", "Decay cycles: where Q and K point", "turn of Q's and K's column spaces (rad)", False,
+         "How far the column spaces of Q and K are from where they were when training ended: decay turns nothing, "
+         "retraining may."),
+        ("qk_norm", "Decay cycles: the size of Q and K", "‖Q, K‖, as a share of trained", True,
+         "Decay shrinks free matrices with the rest of the model; frames keep their size."),
+        ("validation_accuracy", "Decay cycles: accuracy", "validation accuracy", False,
+         "Accuracy collapses with the decayed model; the height after retraining is what was got back."),
+    )  # fmt: skip
+
+    def figure(key: str, title: str, ylabel: str, log: bool, caption: str) -> ReportFigure:
+        values = {arm: [record["cycles"][key] for record in own] for arm, own in runs.items()}
+        ends = "; ".join(f"{arm} {sum(v[-1] for v in own) / len(own):.3g}" for arm, own in values.items())
+        return ReportFigure(
+            f"cycles_{key}",
+            title,
+            caption,
+            f"Line plot of {ylabel} over decay cycles. Means at the end: {ends}.",
+            ("arm", "seed", "event", key),
+            tuple(
+                (arm, r["seed"], i, value)
+                for arm, own in runs.items()
+                for r in own
+                for i, value in enumerate(r["cycles"][key])
+            ),
+            lambda ax: plot_cycles(ax, values, ylabel, log),
+        )
+
+    return tuple(figure(*each) for each in shown)

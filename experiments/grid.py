@@ -19,7 +19,7 @@ FACTORIAL: dict[str, dict[str, bool]] = {
     "adamw-project": {"scale-free": True, "equivariant": False, "projected": False},
     "rsgd": {"scale-free": False, "equivariant": True, "projected": True},
 }
-FEW_ARMS = ("adamw", "frozen", "riemannian-adam")
+FEW_ARMS: tuple[str, ...] = ("adamw", "frozen", "riemannian-adam")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Grid:
 
 _ALL = tuple(ARMS)
 _QK = {"adamw": (0.1, 0.3, 1.0)}
-_DECIDING = {arm: 12 for arm in FEW_ARMS}
+_DECIDING: dict[str, int] = dict.fromkeys(FEW_ARMS, 12)
 _CYCLED = ("adamw", "adamw-orth-no-decay", "frozen", "riemannian-adam")
 _FULL_QK = {
     "adamw": (0.03, 0.1, 0.3, 1.0, 3.0),
@@ -89,7 +89,7 @@ SIZES: dict[str, dict[str, tuple[dict[str, Any], Grid]]] = {
                 (1e-3, 3e-3, 1e-2),
                 (1.0,),
                 other_seeds=5,
-                seeds={arm: 10 for arm in (*FEW_ARMS, "adamw-orth-no-decay")},
+                seeds=dict.fromkeys((*FEW_ARMS, "adamw-orth-no-decay"), 10),
                 qk_scales=_QK,
                 matched_seeds=10,
                 variations={

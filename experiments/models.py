@@ -71,7 +71,7 @@ class PatchTransformer(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """A small causal transformer, pre-LayerNorm, learned positions: indices of shape (N, L) to logits (N, vocabulary, L).
+    """A small causal transformer, pre-LayerNorm, learned positions: indices (N, L) to logits (N, vocabulary, L).
 
     Args:
         context: the longest L.

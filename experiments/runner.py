@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import joblib
 
@@ -20,6 +21,7 @@ __all__ = ["BACKENDS", "Pool", "Progress", "RunReport", "follow", "run_jobs"]
 
 Record = dict[str, Any]
 Finished = Mapping[CellKey, Record]
+_Run = Callable[["Sequence[Cell]"], "Iterator[tuple[Cell, Record]]"]
 
 BACKENDS = ("local", "ray", "dask")
 
@@ -31,7 +33,7 @@ class Pool:
     Attributes:
         workers: how many cells at a time.
         threads: threads a cell.
-        backend: "local", processes of this machine; "ray" or "dask", a cluster, through joblib.
+        backend: "local", processes of this machine, or a cluster: "dask", through joblib, or "ray".
         address: of the cluster; None starts one on this machine.
     """
 
@@ -87,28 +89,22 @@ def run_jobs(
     """
     ended: dict[CellKey, Record] = {k: r for k, r in latest(store.records()).items() if r["status"] == "ok"}
     fresh = 0
+    shared = processes if processes is not None and processes.count > 1 else None
     with contextlib.ExitStack() as stack:
-        parallel: joblib.Parallel | None = None
+        run: _Run | None = None
         while True:
             jobs = jobs_of(ended)
             if planned is not None:
                 planned(jobs, ended)
             todo = list({job.cell.key: job.cell for job in jobs if job.cell.key not in ended}.values())
-            shared = processes is not None and processes.count > 1
-            if shared:
-                processes.broadcast(todo)
+            if shared is not None:
+                shared.broadcast(todo)
             if not todo:
                 return RunReport(tuple((job, ended[job.cell.key]) for job in jobs), fresh)
             progress.round_started(todo, len(jobs))
-            if shared:
-                results: Iterator[tuple[Cell, Record]] = _together(todo, pool.threads, processes)
-            else:
-                if parallel is None:
-                    stack.enter_context(_backend(pool))
-                    parallel = stack.enter_context(joblib.Parallel(pool.workers, return_as="generator_unordered"))
-                parent = os.getpid() if pool.backend == "local" and pool.workers > 1 else None
-                results = parallel(joblib.delayed(_work)(cell, pool.threads, parent) for cell in todo)
-            for cell, record in results:
+            if run is None:
+                run = functools.partial(_together, pool, shared) if shared else stack.enter_context(_workers(pool))
+            for cell, record in run(todo):
                 store.append(record)
                 ended[cell.key] = record
                 fresh += 1
@@ -122,7 +118,7 @@ def follow(threads: int, processes: Processes) -> None:
             run_cell(cell, threads, processes=processes)
 
 
-def _work(cell: Cell, threads: int, parent: int | None) -> tuple[Cell, Record]:
+def _work(threads: int, parent: int | None, cell: Cell) -> tuple[Cell, Record]:
     """In a worker. One whose parent was killed would train on for nobody: it ends itself."""
 
     def alive(_step: int) -> None:
@@ -132,36 +128,35 @@ def _work(cell: Cell, threads: int, parent: int | None) -> tuple[Cell, Record]:
     return cell, run_cell(cell, threads, alive)
 
 
-def _together(cells: Sequence[Cell], threads: int, processes: Processes) -> Iterator[tuple[Cell, Record]]:
+def _together(pool: Pool, processes: Processes, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Record]]:
     for cell in cells:
-        yield cell, run_cell(cell, threads, processes=processes)
+        yield cell, run_cell(cell, pool.threads, processes=processes)
 
 
-def _backend(pool: Pool) -> AbstractContextManager[Any]:
-    if pool.backend == "local":
-        if pool.workers == 1:
-            return nullcontext()
-        return joblib.parallel_config("loky", inner_max_num_threads=pool.threads)
-    return _ray(pool) if pool.backend == "ray" else _dask(pool)
+# --- workers: each gives a function from cells to their results lines, as they end ----------------------------------
 
 
 @contextlib.contextmanager
-def _ray(pool: Pool) -> Iterator[None]:
-    try:
-        import ray
-        from ray.util.joblib import register_ray
-    except ImportError as error:
-        raise ValueError(f"--backend ray needs Ray ({error}): pip install ray, or use --backend dask or local") from None
-    if pool.address is None:
-        ray.init(num_cpus=pool.workers, include_dashboard=False, log_to_driver=False)
-    else:
-        ray.init(address=pool.address, log_to_driver=False)
-    try:
-        register_ray()
-        with joblib.parallel_config("ray"):
-            yield
-    finally:
-        ray.shutdown()
+def _workers(pool: Pool) -> Iterator[_Run]:
+    if pool.backend == "ray":
+        with _ray(pool) as run:
+            yield run
+        return
+    where = _dask(pool) if pool.backend == "dask" else _local(pool)
+    with where, joblib.Parallel(pool.workers, return_as="generator_unordered") as parallel:
+        parent = os.getpid() if pool.backend == "local" and pool.workers > 1 else None
+
+        def run(cells: Sequence[Cell]) -> Iterator[tuple[Cell, Record]]:
+            calls = (joblib.delayed(_work)(pool.threads, parent, cell) for cell in cells)
+            yield from cast(Iterator[tuple[Cell, Record]], parallel(calls))
+
+        yield run
+
+
+def _local(pool: Pool) -> AbstractContextManager[Any]:
+    if pool.workers == 1:
+        return contextlib.nullcontext()
+    return joblib.parallel_config("loky", inner_max_num_threads=pool.threads)
 
 
 @contextlib.contextmanager
@@ -173,11 +168,35 @@ def _dask(pool: Pool) -> Iterator[None]:
             f'--backend dask needs Dask ({error}): pip install "dask[distributed]", or use --backend ray or local'
         ) from None
     with contextlib.ExitStack() as stack:
-        if pool.address is None:
+        where: Any = pool.address
+        if where is None:
             options = {"n_workers": pool.workers, "threads_per_worker": 1, "dashboard_address": None}
-            where: Any = stack.enter_context(LocalCluster(**options))
-        else:
-            where = pool.address
+            where = stack.enter_context(LocalCluster(**options))
         stack.enter_context(Client(where))
         stack.enter_context(joblib.parallel_config("dask"))
         yield
+
+
+@contextlib.contextmanager
+def _ray(pool: Pool) -> Iterator[_Run]:
+    """Ray's own pool: joblib's backend for Ray (2.60) wraps it, and cannot hand over results as they end
+    (`supports_return_generator` is False), so a kill would cost more than the cells in flight."""
+    try:
+        import ray
+        from ray.util.multiprocessing import Pool as RayPool
+    except ImportError as error:
+        raise ValueError(
+            f"--backend ray needs Ray ({error}): pip install ray, or use --backend dask or local"
+        ) from None
+    if pool.address is None:
+        ray.init(num_cpus=pool.workers, include_dashboard=False, log_to_driver=False)
+    else:
+        ray.init(address=pool.address, log_to_driver=False)
+    try:
+        workers = RayPool(processes=pool.workers)
+        try:
+            yield functools.partial(workers.imap_unordered, functools.partial(_work, pool.threads, None), chunksize=1)
+        finally:
+            workers.terminate()
+    finally:
+        ray.shutdown()

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from .cells import Cell, fingerprint
 from .arms import select_arms
+from .cells import Cell, fingerprint
 from .results import ResultsError, ResultsStore, latest, to_json
 from .studies import STUDIES, study_from_settings
 
@@ -43,7 +43,9 @@ def cell_from_words(study: str, arm: str, seed: int, settings: Sequence[str], da
         except ValueError:
             raise ValueError(f"--set {word}: the value is not JSON; texts need quotes, '{name}=\"{text}\"'") from None
     if (kind.location is None) != (data is None):
-        raise ValueError(f"--data must {'not be given' if kind.location is None else 'say where the data lie'}: {study}")
+        raise ValueError(
+            f"--data must {'not be given' if kind.location is None else 'say where the data lie'}: {study}"
+        )
     try:
         built = study_from_settings(study, values, **({} if kind.location is None else {kind.location: data}))
     except TypeError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def attentions(model: nn.Module) -> list[StiefelAttention]:
 
 def qk_parameters(layer: StiefelAttention) -> list[nn.Parameter]:
     """The query and the key weight."""
-    return [layer.q_proj.weight, layer.k_proj.weight]
+    return [cast(nn.Parameter, projection.weight) for projection in (layer.q_proj, layer.k_proj)]
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ __all__ = ["Hyperparameters", "Stepper", "build_stepper"]
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What a cell trains with. `qk_scale` multiplies the learning rate of Q and K; `weight_decay` reaches matrices only,
-    and never a frame."""
+    """What a cell trains with. `qk_scale` multiplies the learning rate of Q and K; `weight_decay` reaches matrices
+    only, and never a frame."""
 
     lr: float
     betas: tuple[float, float]

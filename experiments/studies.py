@@ -25,5 +25,5 @@ def study_from_settings(name: str, settings: Mapping[str, Any], **changes: Any) 
     if name not in STUDIES:
         raise ValueError(f"unknown study {name!r}: this version has {', '.join(STUDIES)}")
     known = {field.name for field in dataclasses.fields(STUDIES[name])}
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     return STUDIES[name](**({key: value for key, value in values.items() if key in known} | changes))

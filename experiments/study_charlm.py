@@ -67,8 +67,9 @@ class CharlmStudy(Study):
 
     def describe(self) -> str:
         return (
-            f"The next character of a text: windows of {self.context} characters, {self.layers}-layer causal transformer "
-            f"of width {self.width} with {self.heads} heads, {self.steps:,} steps of {self.batch_size} windows"
+            f"The next character of a text: windows of {self.context} characters, {self.layers}-layer causal "
+            f"transformer of width {self.width} with {self.heads} heads, {self.steps:,} steps of "
+            f"{self.batch_size} windows"
         )
 
     def build(self, attention: Mapping[str, Any]) -> nn.Module:

@@ -67,8 +67,8 @@ class ModularStudy(Study):
         share = f"{100 * self.train_fraction:.0f} %"
         batch = "full batch" if self.batch_size is None else f"batches of {self.batch_size}"
         return (
-            f"{describe_operation(self.operation, self.p)}: {share} of {elements(self.operation, self.p) ** 2:,} pairs to "
-            f"train on, the rest halved into validation and test; one-layer transformer of width {self.width} with "
+            f"{describe_operation(self.operation, self.p)}: {share} of {elements(self.operation, self.p) ** 2:,} pairs "
+            f"to train on, the rest halved into validation and test; one-layer transformer of width {self.width} with "
             f"{self.heads} heads, {batch}, at most {self.steps:,} steps"
         )
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .arms import BASELINE
-from .statistics import PairedDifference, mean_and_sd, paired_difference
-from .studies import Headline
+from .statistics import PairedDifference, compare_many, mean_and_sd
+from .study import Headline
 
-__all__ = ["ArmSummary", "Summary", "summarize"]
+__all__ = ["ArmSummary", "Summary", "learning_rate", "number", "signed", "significant", "summarize"]
 
-Record = dict[str, Any]
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class ArmSummary:
     None for "not reached", in shown units, and `mean` and `sd` count that as the headline's cap."""
 
     arm: str
+    lr: str
     n: int
     failed: int
     values: dict[int, float | None]
@@ -54,13 +55,20 @@ def summarize(records: Sequence[Record], headline: Headline, baseline: str = BAS
     by_arm: dict[str, list[Record]] = {}
     for record in records:
         by_arm.setdefault(record["arm"], []).append(record)
-    reference = _counted(by_arm.get(baseline, []), headline)
-    arms = tuple(
-        _arm(arm, found, headline, reference if arm != baseline and baseline in by_arm else None)
-        for arm, found in by_arm.items()
-    )
+    differences: dict[str, PairedDifference] = {}
+    if baseline in by_arm:
+        counted = {arm: counted_values(found, headline) for arm, found in by_arm.items()}
+        reference = counted.pop(baseline)
+        differences = compare_many(counted, reference, headline.higher_is_better)
+    arms = tuple(_arm(arm, found, headline, differences.get(arm)) for arm, found in by_arm.items())
     header, rows = _table(arms, headline, baseline)
     return Summary(headline, arms, header, rows, _notes(arms, headline), _words(arms, records, headline, baseline))
+
+
+def learning_rate(record: Record) -> str:
+    """The learning rate, and that of Q and K where it is another."""
+    scale = record["config"].get("study", {}).get("qk_scale", 1.0)
+    return f"{record['lr']:g}" + (f" (Q/K ×{scale:g})" if scale != 1 else "")
 
 
 def headline_values(records: Sequence[Record], headline: Headline) -> dict[int, float | None]:
@@ -73,29 +81,27 @@ def headline_values(records: Sequence[Record], headline: Headline) -> dict[int, 
     return values
 
 
-def _counted(records: Sequence[Record], headline: Headline) -> dict[int, float]:
-    """The same, with "not reached" counted as the cap."""
+def counted_values(records: Sequence[Record], headline: Headline) -> dict[int, float]:
+    """seed -> the headline number in shown units, with "not reached" counted as the cap."""
     values = {
         seed: headline.cap if value is None else value for seed, value in headline_values(records, headline).items()
     }
     return {seed: value for seed, value in values.items() if value is not None}
 
 
-def _arm(arm: str, records: Sequence[Record], headline: Headline, reference: dict[int, float] | None) -> ArmSummary:
+def _arm(arm: str, records: Sequence[Record], headline: Headline, difference: PairedDifference | None) -> ArmSummary:
     ok = [record for record in records if record["status"] == "ok"]
     values = headline_values(records, headline)
-    mean, sd = mean_and_sd(list(_counted(records, headline).values()))
+    mean, sd = mean_and_sd(list(counted_values(records, headline).values()))
 
     def average(name: str) -> float | None:
         found = [record["metrics"].get(name) for record in ok]
         return mean_and_sd([value for value in found if value is not None])[0]
 
     query, key = average("query_condition"), average("key_condition")
-    difference = None
-    if reference is not None:
-        difference = paired_difference(_counted(records, headline), reference, headline.higher_is_better)
     return ArmSummary(
         arm=arm,
+        lr=", ".join(dict.fromkeys(map(learning_rate, records))),
         n=len(ok),
         failed=len(records) - len(ok),
         values=values,
@@ -118,6 +124,7 @@ def _table(
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     columns: list[tuple[str, list[str]]] = [
         ("arm", [arm.arm for arm in arms]),
+        ("learning rate", [arm.lr for arm in arms]),
         ("n", [str(arm.n) + (f" ({arm.failed} failed)" if arm.failed else "") for arm in arms]),
         (f"{headline.short}, mean ± sd", [_headline_cell(arm, headline) for arm in arms]),
         *(
@@ -125,16 +132,19 @@ def _table(
             if headline.cap is not None
             else []
         ),
-        (f"minus {baseline} [95 % interval]", [_difference_cell(arm.difference, headline) for arm in arms]),
+        (f"minus {baseline} [95 % Holm interval]", [_difference_cell(arm.difference, headline) for arm in arms]),
+        ("p, Holm", [_p_cell(arm.difference, "adjusted_p") for arm in arms]),
+        ("p, Wilcoxon", [_p_cell(arm.difference, "wilcoxon_p") for arm in arms]),
+        ("effect size", [_effect_cell(arm.difference) for arm in arms]),
         ("wins", [_wins_cell(arm.difference) for arm in arms]),
     ]
     if headline.metric != "test_accuracy":
         columns.append(("test accuracy", [_percent(arm.test_accuracy, 1) for arm in arms]))
     columns += [
         ("Q/K moved", [_percent(arm.qk_movement, 1) for arm in arms]),
-        ("κ at the end", [_significant(arm.condition) for arm in arms]),
+        ("κ at the end", [significant(arm.condition) for arm in arms]),
         ("capped steps", [_percent(arm.capped, 1) for arm in arms]),
-        ("seconds a run", [_number(arm.seconds, 1) for arm in arms]),
+        ("seconds a run", [number(arm.seconds, 1) for arm in arms]),
     ]
     header = tuple(name for name, _ in columns)
     return header, tuple(zip(*(cells for _, cells in columns), strict=True))
@@ -150,17 +160,27 @@ def _headline_cell(arm: ArmSummary, headline: Headline) -> str:
     if not arm.reached:
         return "not reached"
     # with the cap for what was not reached, as in the differences, the mean is a lower bound
-    text = ("≥ " if arm.reached < len(arm.values) else "") + _number(arm.mean, headline.digits)
-    return text if arm.sd is None else f"{text} ± {_number(arm.sd, headline.digits)}"
+    text = ("≥ " if arm.reached < len(arm.values) else "") + number(arm.mean, headline.digits)
+    return text if arm.sd is None else f"{text} ± {number(arm.sd, headline.digits)}"
 
 
 def _difference_cell(difference: PairedDifference | None, headline: Headline) -> str:
     if difference is None or difference.mean is None:
         return "–"
-    text = _signed(difference.mean, headline.digits)
-    if difference.low is None or difference.high is None:
+    text = signed(difference.mean, headline.digits)
+    low, high = difference.adjusted_low, difference.adjusted_high
+    if low is None or high is None:
         return f"{text} ({'one pair' if difference.n == 1 else 'all pairs alike'})"
-    return f"{text} [{_signed(difference.low, headline.digits)}, {_signed(difference.high, headline.digits)}]"
+    return f"{text} [{signed(low, headline.digits)}, {signed(high, headline.digits)}]"
+
+
+def _p_cell(difference: PairedDifference | None, name: str) -> str:
+    p = None if difference is None else getattr(difference, name)
+    return "–" if p is None else "< .001" if p < 0.001 else f"{p:.3f}".lstrip("0") if p < 1 else "1"
+
+
+def _effect_cell(difference: PairedDifference | None) -> str:
+    return "–" if difference is None or difference.hedges_g is None else signed(difference.hedges_g, 2)
 
 
 def _wins_cell(difference: PairedDifference | None) -> str:
@@ -174,7 +194,8 @@ def _notes(arms: Sequence[ArmSummary], headline: Headline) -> tuple[str, ...]:
     better = "Higher" if headline.higher_is_better else "Lower"
     notes = [
         f"{better} is better. Differences are taken between runs of the same seed, which share their data, its order "
-        "and every initial value outside Q and K; the interval is Student's t over seeds.",
+        "and every initial value outside Q and K; the interval is Student's t over seeds, "
+        "adjusted for the number of arms by Holm's method.",
         "Q/K moved: ‖W − W₀‖/‖W₀‖ over all query and key weights. κ: condition number of a head's Q or K, mean over "
         "heads and layers, the larger of Q and K. Capped: steps of frames that the trust radius shortened.",
         "Principal-angle drift: the 2-norm of the angles between the column space of a head's Q or K now and at the "
@@ -207,7 +228,7 @@ def _words(arms: Sequence[ArmSummary], records: Sequence[Record], headline: Head
     if moved:
         parts = [f"{name}: {'not at all' if value == 0 else _percent(value, 1)}" for name, value in moved]
         words.append(f"How far Q and K moved from where they began, as a share of their norm: {'; '.join(parts)}.")
-    conditions = [f"{arm.arm} {_significant(arm.condition)}" for arm in arms if arm.condition is not None]
+    conditions = [f"{arm.arm} {significant(arm.condition)}" for arm in arms if arm.condition is not None]
     if conditions:
         words.append(f"Condition number of Q and K at the end (1 is perfect): {'; '.join(conditions)}.")
     if failed := [record for record in records if record["status"] == "failed"]:
@@ -240,20 +261,20 @@ def _comparison(arm: str, difference: PairedDifference, headline: Headline, base
 
 def _amount(value: float, headline: Headline) -> str:
     unit = "points" if headline.unit == "%" else headline.unit
-    return f"{_signed(value, headline.digits)} {unit}"
+    return f"{signed(value, headline.digits)} {unit}"
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
-def _significant(value: float | None, digits: int = 3) -> str:
+def significant(value: float | None, digits: int = 3) -> str:
     if value is None or not value:
-        return _number(value, 0)
-    return _number(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
+        return number(value, 0)
+    return number(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
 
 
-def _signed(value: float, digits: int) -> str:
+def signed(value: float, digits: int) -> str:
     text = f"{abs(value):,.{digits}f}"
     if not float(text.replace(",", "")):
         return text

@@ -103,7 +103,9 @@ def train_cell(
         **{name: history[name][-1] for name in _TRACKED},
         "qk_movement": _relative_movement(learner.queries_and_keys(), before),
         "step_length": learner.path / max(step, 1),
-        "logit_scale": float(torch.stack([layer.logit_scale.detach().abs().mean() for layer in attentions(model)]).mean()),
+        "logit_scale": float(
+            torch.stack([layer.logit_scale.detach().abs().mean() for layer in attentions(model)]).mean()
+        ),
         "frame_error": _frame_error(model),
         "capped_fraction": stepper.capped_fraction(),
         "steps": step,

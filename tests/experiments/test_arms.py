@@ -202,5 +202,7 @@ def test_a_hyperparameter_of_queries_and_keys_is_relative():
 
 def test_frames_are_manifold_parameters_exactly_in_the_constrained_arms(tiny_study):
     for name, arm in ARMS.items():
-        kinds = {isinstance(p, ManifoldParameter) for la in attentions(_model(name, tiny_study)) for p in qk_parameters(la)}
+        kinds = {
+            isinstance(p, ManifoldParameter) for la in attentions(_model(name, tiny_study)) for p in qk_parameters(la)
+        }
         assert kinds == {arm.frames}

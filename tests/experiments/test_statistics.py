@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 from geodescent.experiments.statistics import mean_and_sd, paired_difference
-from geodescent.experiments.studies import Headline
+from geodescent.experiments.study import Headline
 from geodescent.experiments.summary import summarize
 from scipy import stats
 

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_the_step_length_is_the_mean_of_the_steps(tiny_study, monkeypatch):
     snapshot_first = training.build_stepper
     monkeypatch.setattr(training, "build_stepper", lambda *a: (snapshot(), snapshot_first(*a))[1])
     result = train_cell(tiny_study, ARMS["riemannian-adam"], 0, tiny_study.data(0), snapshot)
-    squares = [(b - a).square().sum((1, 2)).mean() for a, b in zip(weights, weights[1:], strict=False)]
+    squares = [(b - a).square().sum((1, 2)).mean() for a, b in itertools.pairwise(weights)]
     assert len(squares) == 8
     assert result.metrics["step_length"] == pytest.approx(sum(float(s.sqrt()) for s in squares) / 8, rel=1e-4)
 

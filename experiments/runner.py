@@ -139,8 +139,8 @@ def _together(pool: Pool, processes: Processes, cells: Sequence[Cell]) -> Iterat
 @contextlib.contextmanager
 def _workers(pool: Pool) -> Iterator[_Run]:
     if pool.backend == "ray":
-        with _ray(pool) as run:
-            yield run
+        with _ray(pool) as imap:
+            yield imap
         return
     where = _dask(pool) if pool.backend == "dask" else _local(pool)
     with where, joblib.Parallel(pool.workers, return_as="generator_unordered") as parallel:

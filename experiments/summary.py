@@ -244,10 +244,11 @@ def _comparison(arm: str, difference: PairedDifference, headline: Headline, base
     if difference.mean is None:
         return f"{arm} and {baseline} have no seed in common that both finished: nothing to compare."
     size = _amount(difference.mean, headline)
-    if difference.low is None or difference.high is None:
+    low, high = difference.adjusted_low, difference.adjusted_high
+    if low is None or high is None:
         pairs = "from one pair of runs" if difference.n == 1 else f"in all {difference.n} pairs alike"
         return f"{arm} minus {baseline}: {size}, {pairs}: without spread there is no interval, and no verdict."
-    interval = f"95 % interval {_amount(difference.low, headline)} to {_amount(difference.high, headline)}"
+    interval = f"Holm-adjusted 95 % interval {_amount(low, headline)} to {_amount(high, headline)}"
     score = f"better in {difference.wins} of {difference.n} pairs"
     if difference.verdict == "no difference found":
         return (

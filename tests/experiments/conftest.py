@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from geodescent.experiments.studies import ModularStudy
+from geodescent.experiments.study_modular import ModularStudy
 
 CIFAR_NAMES = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
 
@@ -40,7 +40,9 @@ def make_record() -> Callable[..., dict[str, Any]]:
     def make(arm: str = "adamw", seed: int = 0, **changes: Any) -> dict[str, Any]:
         metrics = {
             "test_accuracy": 0.9,
-            "steps_to_95": 100,
+            "steps": 100,
+            "step_length": 0.01,
+            "validation_loss": 1.0,
             "qk_movement": 0.5,
             "query_condition": 2.0,
             "key_condition": 3.0,
@@ -70,7 +72,11 @@ def make_record() -> Callable[..., dict[str, Any]]:
             "metrics": metrics | changes.pop("metrics", {}),
             "history": history,
             "random_angle": 1.3,
-            "config": {"groups": {"matrices": {"numbers": 7, "weight_decay": 1.0, "stepped_by": "AdamW"}}},
+            "config": {
+                "study": {"qk_scale": 1.0, "weight_decay": 1.0, "train_images": 4000},
+                "groups": {"matrices": {"numbers": 7, "weight_decay": 1.0, "stepped_by": "AdamW"}},
+            },
+            "command": "geodescent cell modular --arm adamw",
             "versions": {"python": "3", "torch": "2"},
             "hardware": "a processor",
             "threads": 1,

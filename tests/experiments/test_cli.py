@@ -11,7 +11,7 @@ from geodescent.analysis import CERTIFICATES
 from geodescent.experiments import certification, cli
 from geodescent.experiments.certification import Certified, certify_all
 from geodescent.experiments.results import ResultsStore
-from geodescent.experiments.studies import Cifar10Study
+from geodescent.experiments.study_cifar10 import Cifar10Study
 from geodescent.manifolds import Stiefel
 from geodescent.optim import RiemannianAdam
 from typer.testing import CliRunner

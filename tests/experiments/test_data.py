@@ -117,7 +117,7 @@ def test_cifar_arguments_are_checked(tmp_path, write_cifar, train, validation, m
 
 
 def test_training_batches_cover_every_image_once_an_epoch_in_the_same_order_each_time(tmp_path, write_cifar):
-    from geodescent.experiments.studies import Cifar10Study
+    from geodescent.experiments.study_cifar10 import Cifar10Study
 
     write_cifar(tmp_path)
     study = Cifar10Study(

@@ -2,13 +2,10 @@ import math
 
 import numpy as np
 import pytest
-from geodescent.experiments.statistics import mean_and_sd, paired_difference
-from geodescent.experiments.study import Headline
-from geodescent.experiments.summary import summarize
+from geodescent.experiments.statistics import adjust, compare_many, mean_and_sd, paired_difference
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
-
-STEPS = Headline("steps_to_95", "steps to 95 %", "steps to 95 %", "steps", False, digits=0, cap=1000, goal="got there")
-ACCURACY = Headline("test_accuracy", "test accuracy", "test accuracy, %", "%", True, scale=100.0, digits=2)
 
 
 def test_the_interval_is_that_of_the_paired_t_test():
@@ -58,75 +55,99 @@ def test_mean_and_sd():
     assert mean_and_sd([1.0, 2.0, 3.0]) == (2.0, 1.0)
 
 
-# --- the table and the words --------------------------------------------------------------------------------------
+# --- against scipy, tables and definitions --------------------------------------------------------------------------
+
+AN_ARM = {0: 41.2, 1: 40.1, 2: 43.0, 3: 39.9, 4: 42.4, 5: 41.1}
+A_BASELINE = {0: 40.0, 1: 40.3, 2: 41.1, 3: 38.2, 4: 41.5, 5: 40.9}
 
 
-def _column(summary, name):
-    return {row[0]: row[summary.header.index(name)] for row in summary.rows}
+def test_every_figure_is_what_it_is_called():
+    paired = paired_difference(AN_ARM, A_BASELINE, higher_is_better=True)
+    arm, baseline = list(AN_ARM.values()), list(A_BASELINE.values())
+    assert paired.t_p == pytest.approx(stats.ttest_rel(arm, baseline).pvalue)
+    # one difference is negative and it is the smallest but one, −0.2 after +0.2: all 2^6 signs counted by hand below
+    values = [a - b for a, b in zip(arm, baseline, strict=True)]
+    ranks = stats.rankdata(np.abs(np.round(values, 9)))
+    observed = sum(rank for rank, value in zip(ranks, values, strict=True) if value > 0)
+    sums = [sum(r for r, keep in zip(ranks, f"{i:06b}", strict=True) if keep == "1") for i in range(64)]
+    exact = min(1.0, 2 * np.mean([total >= observed - 1e-9 for total in sums]))
+    assert paired.wilcoxon_p == pytest.approx(exact, rel=0.35)  # scipy approximates where ranks are tied
+    assert paired.sd == pytest.approx(np.std(values, ddof=1))
+    # Hedges' exact correction for 5 degrees of freedom is Γ(5/2)/(√(5/2)·Γ(2)) = 0.8408; his approximation 0.8421
+    assert paired.hedges_g == pytest.approx(np.mean(values) / np.std(values, ddof=1) * 0.8408, rel=2e-3)
+    assert paired.bootstrap_low is not None
+    assert paired.bootstrap_high is not None
+    assert paired.low is not None
+    assert min(values) < paired.bootstrap_low < np.mean(values) < paired.bootstrap_high < max(values)
+    assert paired.low < paired.bootstrap_low  # the bootstrap is narrower for few pairs
+    assert paired_difference(AN_ARM, A_BASELINE, higher_is_better=True) == paired  # a fixed seed
 
 
-def test_a_run_that_did_not_get_there_is_shown_so_and_counts_as_the_cap(make_record):
-    records = [
-        make_record("adamw", 0, metrics={"steps_to_95": None}),
-        make_record("adamw", 1, metrics={"steps_to_95": 400}),
-        make_record("frozen", 0, metrics={"steps_to_95": 300}),
-        make_record("frozen", 1, metrics={"steps_to_95": 500}),
-    ]
-    summary = summarize(records, STEPS)
-    assert _column(summary, "reached") == {"adamw": "1 of 2", "frozen": "2 of 2"}
-    assert _column(summary, "steps to 95 %, mean ± sd") == {"adamw": "≥ 700 ± 424", "frozen": "400 ± 141"}
-    difference = summary.arms[1].difference
-    assert difference is not None
-    assert difference.differences == (-700.0, 100.0)
-    assert _column(summary, "wins") == {"adamw": "–", "frozen": "1 of 2"}
-    assert any("“Not reached” counts as the last step, 1,000" in note for note in summary.notes)
-    assert summary.words[0] == "Runs that got there within 1,000 steps: adamw in 1 of 2, frozen in 2 of 2."
+def test_wilcoxon_without_ties_is_exact_and_five_pairs_cannot_be_significant():
+    assert (
+        paired_difference(dict(enumerate([1.0, 2, 3, 4, 5])), dict.fromkeys(range(5), 0.0), True).wilcoxon_p == 0.0625
+    )
+    ten = paired_difference(dict(enumerate(np.arange(1.0, 11))), dict.fromkeys(range(10), 0.0), True)
+    assert ten.wilcoxon_p == pytest.approx(2 / 2**10)
+    with_zeros = paired_difference(dict(enumerate([1.0, 2, 3, 4, 5, 0])), dict.fromkeys(range(6), 0.0), True)
+    assert with_zeros.wilcoxon_p == 0.0625
 
 
-def test_no_run_got_there(make_record):
-    summary = summarize([make_record(seed=seed, metrics={"steps_to_95": None}) for seed in (0, 1)], STEPS)
-    assert _column(summary, "steps to 95 %, mean ± sd") == {"adamw": "not reached"}
+def test_the_bootstrap_interval_covers_the_mean_about_as_often_as_it_says():
+    generator = np.random.default_rng(1)
+    hits = 0
+    for _ in range(60):
+        paired = paired_difference(dict(enumerate(generator.normal(3, 2, 25))), dict.fromkeys(range(25), 0.0), True)
+        assert paired.bootstrap_low is not None
+        assert paired.bootstrap_high is not None
+        hits += paired.bootstrap_low <= 3 <= paired.bootstrap_high
+    assert 50 <= hits <= 60
 
 
-def test_words_say_no_difference_where_the_interval_includes_zero(make_record):
-    values = {"adamw": (0.5, 0.6, 0.7), "frozen": (0.6, 0.5, 0.71), "riemannian-adam": (0.55, 0.66, 0.75)}
-    records = [
-        make_record(arm, seed, metrics={"test_accuracy": value})
-        for arm, own in values.items()
-        for seed, value in enumerate(own)
-    ]
-    words = summarize(records, ACCURACY).words
-    assert "frozen against adamw: no difference found in test accuracy (mean +0.33 points" in words[0]
-    assert "which includes 0; better in 2 of 3 pairs" in words[0]
-    assert words[1].startswith("riemannian-adam is better than adamw in test accuracy: +5.33 points on average")
+def test_seeds_that_one_of_the_two_lacks_are_named():
+    assert paired_difference({0: 1.0, 2: 3.0}, {0: 0.0, 1: 1.0, 2: 1.5}, True).unpaired == (1,)
 
 
-PAIR = (("adamw", 0.5), ("frozen", 0.6))
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_values_that_are_no_numbers_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"baseline must have finite values, found \{3:"):
+        paired_difference({3: 1.0}, {3: wrong}, True)
 
 
-def test_one_pair_has_no_interval(make_record):
-    summary = summarize([make_record(), make_record("frozen", metrics={"test_accuracy": 0.8})], ACCURACY)
-    assert _column(summary, "minus adamw [95 % interval]")["frozen"] == "−10.00 (one pair)"
-    assert "from one pair of runs" in summary.words[0]
-    alike = [make_record(arm, seed, metrics={"test_accuracy": v}) for seed in (0, 1) for arm, v in PAIR]
-    summary = summarize(alike, ACCURACY)
-    assert _column(summary, "minus adamw [95 % interval]")["frozen"] == "+10.00 (all pairs alike)"
-    assert "no verdict" in summary.words[0]
+# --- several arms ---------------------------------------------------------------------------------------------------
+
+ARMS = st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 10**6)), min_size=1, max_size=7)
 
 
-def test_failed_cells_are_counted_and_left_out(make_record):
-    records = [
-        make_record(),
-        make_record("frozen", status="failed", metrics={"steps": 3}, history={}, error="it diverged"),
-    ]
-    summary = summarize(records, ACCURACY)
-    assert _column(summary, "n") == {"adamw": "1", "frozen": "0 (1 failed)"}
-    assert _column(summary, "test accuracy, %, mean ± sd")["frozen"] == "–"
-    assert any("1 of 2 runs failed" in sentence and "it diverged" in sentence for sentence in summary.words)
-    assert any("nothing to compare" in sentence for sentence in summary.words)
+def _family(specification):
+    return {
+        f"arm{i}": dict(enumerate(np.random.default_rng(seed).normal(mean, 1, 6)))
+        for i, (mean, seed) in enumerate(specification)
+    }
 
 
-def test_without_the_baseline_nothing_is_compared(make_record):
-    summary = summarize([make_record("frozen", seed) for seed in (0, 1)], ACCURACY)
-    assert summary.arms[0].difference is None
-    assert _column(summary, "minus adamw [95 % interval]") == {"frozen": "–"}
+@settings(max_examples=40, deadline=None)
+@given(ARMS)
+def test_intervals_exclude_zero_exactly_where_holm_rejects(specification):
+    """Holm's procedure from its definition: the smallest p against α/m, the next against α/(m − 1), until one fails."""
+    compared = compare_many(_family(specification), dict.fromkeys(range(6), 0.0), True)
+    order = sorted(compared, key=lambda name: compared[name].t_p)
+    rejecting = True
+    for k, name in enumerate(order):
+        paired = compared[name]
+        rejecting = rejecting and paired.t_p <= 0.05 / (len(order) - k)
+        assert (paired.adjusted_p <= 0.05) == rejecting
+        excludes = paired.adjusted_low > 0 or paired.adjusted_high < 0
+        assert excludes == rejecting
+        assert paired.adjusted_p >= paired.t_p
+        assert paired.adjusted_low <= paired.low < paired.high <= paired.adjusted_high
+        assert paired.verdict == ("no difference found" if not rejecting else "better" if paired.mean > 0 else "worse")
+
+
+def test_one_arm_needs_no_adjustment_and_arms_without_interval_do_not_count():
+    alone = compare_many({"a": AN_ARM}, A_BASELINE, True)["a"]
+    assert (alone.adjusted_p, alone.adjusted_low) == (alone.t_p, alone.low)
+    with_alike = compare_many({"a": AN_ARM, "alike": A_BASELINE}, A_BASELINE, True)
+    assert with_alike["a"] == alone
+    assert with_alike["alike"].adjusted_p is None
+    assert adjust({}) == {}

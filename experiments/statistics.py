@@ -16,6 +16,8 @@ from statsmodels.stats.multitest import multipletests
 __all__ = ["PairedDifference", "adjust", "bootstrap_interval", "compare_many", "mean_and_sd", "paired_difference"]
 
 RESAMPLES = 10_000
+#: differences that are equal to this share of themselves have no spread to make an interval of
+_ROUNDING = 1e-10
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def paired_difference(
         level=level,
         unpaired=tuple(sorted(arm.keys() ^ baseline.keys())),
     )
-    if len(values) < 2 or np.ptp(values) == 0:  # equal differences have no spread to make an interval of
+    if len(values) < 2 or np.ptp(values) <= _ROUNDING * np.abs(values).max():
         return found
     p = _p_value(stats.ttest_1samp(values, 0.0))
     sd = float(values.std(ddof=1))

@@ -4,7 +4,7 @@ import pytest
 import statsmodels.formula.api as smf
 from geodescent.experiments.factorial import factorial_effects, length_ratios
 from geodescent.experiments.grid import FACTORIAL
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 EFFECTS = st.tuples(*[st.floats(-5, 5)] * 3)
@@ -24,6 +24,7 @@ def _values(effects, noise=0.0, seeds=6, arms=FACTORIAL):
     }
 
 
+@settings(max_examples=15, deadline=None)
 @given(EFFECTS)
 def test_additive_effects_are_found_and_the_seeds_level_does_not_matter(effects):
     found = factorial_effects(_values(effects), FACTORIAL, higher_is_better=True)

@@ -36,6 +36,7 @@ def test_three_pairs_by_hand():
         ((-5.0, -6.0, -5.5), False, "better", 3),
         ((-5.0, 6.0, 0.0), True, "no difference found", 1),
         ((2.0, 2.0), True, "no interval", 2),  # no spread: t is undefined, and two coins can fall alike
+        ((0.3, 0.1 + 0.2, 0.3), True, "no interval", 3),  # apart by rounding alone
         ((0.0, 0.0), True, "no interval", 0),
         ((3.0,), True, "no interval", 1),
         ((), True, "no interval", 0),
@@ -126,7 +127,7 @@ def _family(specification):
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(ARMS)
 def test_intervals_exclude_zero_exactly_where_holm_rejects(specification):
     """Holm's procedure from its definition: the smallest p against α/m, the next against α/(m − 1), until one fails."""

@@ -159,15 +159,15 @@ def _gain(study: str, roles: Roles) -> Iterator[Claim]:
     }.get(study, ("–", "(not claimed for this task)"))
     yield Claim(f"{number}a", f"Stiefel attention is more accurate than AdamW {where}", tested, direction_verdict(gain))
     if study == "modular":
-        yield Claim("3b", "by 35.9 points (97.0 % against 61.1 %)", tested, size_verdict(gain, 35.9))
+        yield Claim("3b", "… by 35.9 points (97.0 % against 61.1 %)", tested, size_verdict(gain, 35.9))
     if study == "cifar10":
-        yield Claim("4b", "by 8.98 points", tested, size_verdict(gain, 8.98))
-        yield Claim("4c", "by up to 6.79 points (the companion paper)", tested, size_verdict(gain, 6.79))
+        yield Claim("4b", "… by 8.98 points", tested, size_verdict(gain, 8.98))
+        yield Claim("4c", "… by up to 6.79 points (the companion paper)", tested, size_verdict(gain, 6.79))
     fair = values.get("adamw-orth-no-decay")
     if fair is not None:
         yield Claim(
             f"{number}d",
-            "and than AdamW from the same orthonormal start without decay on Q and K",
+            "… and more than AdamW from the same orthonormal start without decay on Q and K",
             "test accuracy, riemannian-adam minus adamw-orth-no-decay",
             direction_verdict(paired_difference(values["riemannian-adam"], fair, higher_is_better=True)),
         )
@@ -223,7 +223,7 @@ def _freezing(roles: Roles) -> Iterator[Claim]:
         most = max(moved)
         yield Claim(
             "5b",
-            "and its frames barely leave their start",
+            "… and its frames barely leave their start",
             "largest movement of Q and K as a share of their norm, rsgd (barely: below 5 %, this project's choice)",
             Verdict(CONFIRMED if most < 5 else REFUTED, most, None, None, "below 5 % or not", len(moved)),
             unit="%",

@@ -13,10 +13,19 @@ import numpy as np
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
-__all__ = ["PairedDifference", "adjust", "bootstrap_interval", "compare_many", "mean_and_sd", "paired_difference"]
+__all__ = [
+    "PairedDifference",
+    "adjust",
+    "bootstrap_interval",
+    "compare_many",
+    "has_spread",
+    "mean_and_sd",
+    "paired_difference",
+    "t_interval",
+]
 
 RESAMPLES = 10_000
-#: differences that are equal to this share of themselves have no spread to make an interval of
+#: values that are equal to this share of themselves are apart by rounding alone
 _ROUNDING = 1e-10
 
 
@@ -106,7 +115,7 @@ def paired_difference(
         level=level,
         unpaired=tuple(sorted(arm.keys() ^ baseline.keys())),
     )
-    if len(values) < 2 or np.ptp(values) <= _ROUNDING * np.abs(values).max():
+    if not has_spread(values):
         return found
     p = _p_value(stats.ttest_1samp(values, 0.0))
     sd = float(values.std(ddof=1))
@@ -162,7 +171,13 @@ def adjust(differences: Mapping[str, PairedDifference]) -> dict[str, PairedDiffe
     return found
 
 
-def t_interval(values: np.ndarray, level: float) -> tuple[float, float]:
+def has_spread(values: np.ndarray) -> bool:
+    """Whether there is something to make an interval of: two values that are apart by more than rounding."""
+    return len(values) >= 2 and bool(np.ptp(values) > _ROUNDING * np.abs(values).max())
+
+
+def t_interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """Student's interval of the mean of values that have a spread."""
     interval = stats.ttest_1samp(values, 0.0).confidence_interval(level)
     return float(interval.low), float(interval.high)
 

@@ -221,9 +221,14 @@ def _words(arms: Sequence[ArmSummary], records: Sequence[Record], headline: Head
         reached = ", ".join(f"{arm.arm} in {_reached(arm)}" for arm in arms)
         if reached:
             words.append(f"Runs that {headline.goal} within {headline.cap:,.0f} steps: {reached}.")
-    for arm in arms:
-        if arm.difference is not None:
-            words.append(_comparison(arm.arm, arm.difference, headline, baseline))
+    compared = [(arm.arm, arm.difference) for arm in arms if arm.difference is not None]
+    alike = [name for name, difference in compared if difference.verdict == "no difference found"]
+    together = len(alike) > 3
+    for name, difference in compared:
+        if not (together and name in alike):
+            words.append(_comparison(name, difference, headline, baseline))
+    if together:
+        words.append(f"No difference from {baseline} in {headline.label} was found for {', '.join(alike)}.")
     moved = [(arm.arm, arm.qk_movement) for arm in arms if arm.qk_movement is not None]
     if moved:
         parts = [f"{name}: {'not at all' if value == 0 else _percent(value, 1)}" for name, value in moved]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from statsmodels.stats.weightstats import DescrStatsW
 
-from .statistics import PairedDifference, t_interval
+from .statistics import PairedDifference, has_spread, t_interval
 
 __all__ = [
     "CONFIRMED",
@@ -117,10 +117,11 @@ def range_verdict(ratios: Sequence[float], low: float, high: float) -> Verdict:
     """
     if any(not ratio > 0 or math.isinf(ratio) for ratio in ratios):
         raise ValueError(f"ratios must be positive and finite, found {list(ratios)}")
-    if len(ratios) < 2 or np.ptp(ratios) == 0:
-        return Verdict(UNDECIDED, float(np.mean(ratios)) if ratios else None, None, None, "too few seeds", len(ratios))
     logs = np.log(ratios)
-    below, above = (math.exp(end) for end in t_interval(logs, 0.95))
+    if not has_spread(logs):
+        estimate = math.exp(float(logs.mean())) if len(ratios) else None
+        return Verdict(UNDECIDED, estimate, None, None, "no interval: too few seeds, or all alike", len(ratios))
+    below, above = (math.exp(end) for end in t_interval(logs))
     claimed = f"{low:g} to {high:g}"
     if below >= low and above <= high:
         word, reason = CONFIRMED, f"the interval lies within {claimed}"
@@ -140,11 +141,14 @@ def trend_verdict(gaps: Mapping[float, Mapping[int, float]]) -> Verdict:
     """
     sizes = sorted(gaps)
     seeds = sorted(set.intersection(*(set(own) for own in gaps.values()))) if gaps else []
-    if len(sizes) < 2 or len(seeds) < 2:
-        return Verdict(UNDECIDED, None, None, None, "too few sizes or seeds", len(seeds))
+    if len(sizes) < 2 or not seeds:
+        return Verdict(UNDECIDED, None, None, None, "no slope: too few sizes or seeds", len(seeds))
     x = np.log2(sizes)
     slopes = np.array([np.polyfit(x, [gaps[size][seed] for size in sizes], 1)[0] for seed in seeds])
-    low, high = t_interval(slopes, 0.95)
+    if not has_spread(slopes):
+        reason = "no interval: too few seeds, or all alike"
+        return Verdict(UNDECIDED, float(slopes.mean()), None, None, reason, len(seeds))
+    low, high = t_interval(slopes)
     word, reason = (
         (CONFIRMED, "the slope's interval is above 0")
         if low > 0

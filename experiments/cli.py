@@ -94,7 +94,7 @@ def modular(
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps at most.")] = None,
     p: Annotated[int | None, typer.Option(help="The modulus.")] = None,
     train_fraction: Annotated[float | None, typer.Option(help="Share of the pairs to train on.")] = None,
-    out: Out = Path("results"),
+    out: Out = Path("runs"),
     jobs: Jobs = None,
     threads: Threads = 1,
     backend: Backend = "local",
@@ -120,7 +120,7 @@ def cifar10(
     train_images: Annotated[int | None, typer.Option(help="Training images, balanced over the classes.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the training images.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Images a step.")] = None,
-    out: Out = Path("results"),
+    out: Out = Path("runs"),
     jobs: Jobs = None,
     threads: Threads = 1,
     backend: Backend = "local",
@@ -147,7 +147,7 @@ def charlm(
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Width of the model.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.")] = None,
-    out: Out = Path("results"),
+    out: Out = Path("runs"),
     jobs: Jobs = None,
     threads: Threads = 1,
     backend: Backend = "local",
@@ -195,7 +195,7 @@ def cell(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Results folders of studies, such as results/modular.")],
+    runs: Annotated[list[Path], typer.Argument(help="Results folders of studies, such as runs/modular.")],
     readme: Annotated[
         Path | None, typer.Option(help="A file whose lines between the markers of studies are replaced by the tables.")
     ] = None,
@@ -342,7 +342,7 @@ def _command(context: typer.Context) -> str:
             continue
         value = context.params[parameter.name or ""]
         for item in value if isinstance(value, (list, tuple)) else [value]:
-            words += [parameter.opts[0], str(item)]
+            words += [parameter.opts[0]] if item is True else [parameter.opts[0], str(item)]
     return shlex.join(words)
 
 

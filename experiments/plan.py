@@ -69,7 +69,7 @@ def read_plan(folder: Path) -> tuple[dict[str, Any], dict[str, list[Record]]]:
     path = folder / _FILE
     if not path.is_file():
         raise ResultsError(
-            f"{folder} holds no {_FILE}: name a folder that `geodescent study` wrote, such as results/modular"
+            f"{folder} holds no {_FILE}: name a folder that `geodescent study` wrote, such as runs/modular"
         )
     try:
         plan = json.loads(path.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """The results store: one JSON line a cell, on disk for good as soon as the cell ends.
 
-A *cell* is one training run: one arm, one seed, one learning rate, under one set of settings. `results/STUDY/*.jsonl`
-holds one line a cell. What the store promises:
+A *cell* is one training run: one arm, one seed, one learning rate, under one set of settings. `OUT/STUDY/*.jsonl` holds
+one line a cell. What the store promises:
 
 - a line is appended whole, flushed and fsynced before `append` returns, so a kill loses at most the running cell;
 - a kill in the middle of an append leaves a last line without a newline. Reading ignores it; the next append moves it

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,13 +11,15 @@ import torch
 from geodescent.analysis import CERTIFICATES
 from geodescent.experiments import certification, cli
 from geodescent.experiments.certification import Certified, certify_all
+from geodescent.experiments.grid import FACTORIAL, Grid, Variation
 from geodescent.experiments.results import ResultsStore
 from geodescent.experiments.study_cifar10 import Cifar10Study
 from geodescent.manifolds import Stiefel
 from geodescent.optim import RiemannianAdam
 from typer.testing import CliRunner
 
-TINY = ["study", "modular", "--p", "5", "--train-fraction", "0.6", "--steps", "30", "--seeds", "2"]
+TINY = ["study", "modular", "--quick", "--p", "5", "--train-fraction", "0.6"]
+TINY += ["--steps", "30", "--seeds", "2", "--jobs", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +37,15 @@ def test_a_study_from_end_to_end(tmp_path):
     first = CliRunner().invoke(cli.app, arguments)
     assert first.exit_code == 0, first.output
     assert len(_lines(tmp_path)) == 6
-    for needed in ("riemannian-adam", "Q/K moved", "minus", "not reached", "Report:"):
+    for needed in ("riemannian-adam", "Q/K moved", "minus", "not reached", "Report:", "what is claimed"):
         assert needed in first.stdout
+    assert "6 runs to go; expected time at most about" in first.stdout.splitlines()[2]  # before it starts
     assert "\x1b" not in first.stdout  # no colours and no moving bar in a pipe
-    assert len(first.stdout.splitlines()) < 60
+    assert len(first.stdout.splitlines()) < 70
     page = tmp_path / "modular" / "report" / "index.html"
     assert str(page) in first.stdout
     text = page.read_text(encoding="utf-8")
-    assert "<code>geodescent study modular --seeds 2 --steps 30 --p 5 --train-fraction 0.6 --out" in text
+    assert "<code>geodescent study modular --quick --seeds 2 --steps 30 --p 5 --train-fraction 0.6 --out" in text
     assert "--lr" not in text  # not typed
 
     again = CliRunner().invoke(cli.app, [*arguments, "--arm", "frozen"])
@@ -50,13 +54,43 @@ def test_a_study_from_end_to_end(tmp_path):
     assert len(_lines(tmp_path)) == 6
 
 
+def test_a_sweep_from_end_to_end(tmp_path, monkeypatch):
+    """Every role of a study, at a size of milliseconds, two at a time, and the report rebuilt to the same bytes."""
+    grid = Grid(
+        ("adamw", "frozen", *FACTORIAL),
+        lrs=(1e-3, 1e-2),
+        decays=(1.0,),
+        other_seeds=2,
+        matched_seeds=2,
+        variations={"cycles": Variation(("adamw", "riemannian-adam"), 2, {"decay_cycles": (1,)})},
+    )
+    settings = {"p": 5, "width": 16, "heads": 2, "steps": 8, "interval": 4, "train_fraction": 0.6, "recovery_steps": 2}
+    monkeypatch.setitem(cli.SIZES["modular"], "default", (settings, grid))
+    result = CliRunner().invoke(cli.app, ["study", "modular", "--jobs", "2", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    plan = json.loads((tmp_path / "modular" / "plan.json").read_text())
+    assert {job["role"] for job in plan["jobs"]} == {"tuning", "report", "matching", "matched", "cycles"}
+    assert set(plan["choices"]) == set(grid.arms)
+    for name, match in plan["matched"].items():
+        assert match["settled"], name
+        assert 0.9 < match["length_ratio"] < 1.12, name
+    done = {(line["arm"], line["seed"], line["lr"], line["settings_hash"]) for line in _lines(tmp_path)}
+    assert {(job["arm"], job["seed"], job["lr"], job["settings_hash"]) for job in plan["jobs"]} == done
+    page = tmp_path / "modular" / "report" / "index.html"
+    before = page.read_bytes()
+    page.unlink()
+    rebuilt = CliRunner().invoke(cli.app, ["report", str(tmp_path / "modular")])
+    assert rebuilt.exit_code == 0, rebuilt.output
+    assert page.read_bytes() == before
+
+
 def test_cifar10_from_end_to_end(tmp_path, write_cifar, monkeypatch):
     write_cifar(tmp_path / "data" / "cifar-10-batches-bin", records=420)
     monkeypatch.setattr(Cifar10Study, "__init__", _small(Cifar10Study.__init__))
     result = CliRunner().invoke(
         cli.app,
-        f"study cifar10 --data {tmp_path / 'data'} --train-images 40 --epochs 1 --batch-size 20 --seeds 1 --threads 1 "
-        f"--out {tmp_path / 'out'}".split(),
+        f"study cifar10 --quick --data {tmp_path / 'data'} --train-images 40 --epochs 1 --batch-size 20 --seeds 1 "
+        f"--jobs 1 --out {tmp_path / 'out'}".split(),
     )
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in (tmp_path / "out" / "cifar10" / "cells.jsonl").read_text().splitlines()]
@@ -64,9 +98,47 @@ def test_cifar10_from_end_to_end(tmp_path, write_cifar, monkeypatch):
     assert "test accuracy" in result.stdout
 
 
+def test_download_comes_before_the_study_and_its_failure_is_one_line(tmp_path, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "download_with_progress", lambda console, folder: asked.append(folder) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["study", "cifar10", "--data", str(tmp_path / "d"), "--download", "--out", str(tmp_path)])
+    assert asked == [tmp_path / "d"]
+
+
+def test_charlm_from_end_to_end(tmp_path):
+    text = tmp_path / "any.txt"
+    text.write_text("Grüße, 世界! to be, or not to be. " * 60, encoding="utf-8")
+    arguments = ["study", "charlm", "--quick", "--data", str(text), "--steps", "10", "--width", "16", "--layers", "1"]
+    result = CliRunner().invoke(cli.app, [*arguments, "--seeds", "1", "--jobs", "1", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (tmp_path / "out" / "charlm" / "cells.jsonl").read_text().splitlines()]
+    assert [line["status"] for line in lines] == ["ok"] * 3
+    assert "bits" in result.stdout
+
+
+def test_a_cell_runs_from_its_stored_command_and_is_compared(tmp_path, capsys):
+    assert CliRunner().invoke(cli.app, [*TINY, "--out", str(tmp_path)]).exit_code == 0
+    line = _lines(tmp_path)[-1]
+    words = shlex.split(line["command"])
+    assert words[0] == "geodescent"
+    folder = str(tmp_path / "modular")
+    same = CliRunner().invoke(cli.app, [*words[1:], "--against", folder])
+    assert same.exit_code == 0, same.output
+    assert "to the last bit" in same.output
+    path = tmp_path / "modular" / "cells.jsonl"
+    changed = line | {"metrics": line["metrics"] | {"test_accuracy": 0.123}}
+    path.write_text(path.read_text() + json.dumps(changed) + "\n")
+    other = CliRunner().invoke(cli.app, [*words[1:], "--against", folder])
+    assert other.exit_code == 1
+    assert "test_accuracy: stored 0.123" in other.output
+    code, printed = _main(capsys, *words[1:], "--seed", "5", "--against", folder)
+    assert (code, "no finished line of this cell" in printed.err) == (2, True)
+
+
 def _small(original):
     def init(self, **settings):
-        original(self, **settings, records=420, width=16, validation_images=20)
+        original(self, **(settings | {"records": 420, "width": 16, "validation_images": 20}))
 
     return init
 
@@ -92,7 +164,7 @@ def test_a_killed_study_goes_on(tmp_path):
 
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert f"{whole} of 6 runs were there already" in done.stdout
+    assert f"{6 - whole} runs to go, {whole} there already" in done.stdout
     assert path.read_bytes().startswith(before)
     cells = [(line["arm"], line["seed"]) for line in _lines(tmp_path)]
     assert len(cells) == len(set(cells)) == 6
@@ -110,12 +182,40 @@ def test_what_the_user_can_mend_is_one_line(tmp_path, capsys):
         (("study", "modular", "--arm", "sgd"), "unknown arm 'sgd': the arms are adamw, frozen, riemannian-adam"),
         (("study", "modular", "--train-fraction", "1.5"), "train_fraction"),
         (("study", "cifar10", "--data", str(tmp_path / "none")), "none does not exist"),
+        (("study", "charlm", "--data", str(tmp_path / "none")), "none does not exist"),
+        (("study", "modular", "--quick", "--full"), "--quick and --full exclude each other"),
+        (("study", "modular", "--backend", "slurm"), "backend must be one of local, ray, dask"),
+        (("study", "modular", "--lr", "-1"), "lr must be positive"),
     ):
         code, printed = _main(capsys, *arguments, *out)
         assert code == 2
         assert message in printed.err
         assert len(printed.err.splitlines()) == 1
         assert "Traceback" not in printed.err + printed.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["modulr", "--arm", "adamw"], "unknown study 'modulr'"),
+        (["modular", "--arm", "sgd"], "unknown arm 'sgd'"),
+        (["modular", "--arm", "adamw", "--set", "nonsense=1"], "expected NAME=VALUE with one of"),
+        (["modular", "--arm", "adamw", "--set", "operation=add"], "the value is not JSON"),
+        (["modular", "--arm", "adamw", "--set", 'steps="many"'], "wrong kind"),
+        (["modular", "--arm", "adamw", "--data", "x"], "--data must not be given"),
+        (["cifar10", "--arm", "adamw"], "--data must say where the data lie"),
+    ],
+)
+def test_a_cell_that_is_not_one_is_one_line(capsys, words, message):
+    code, printed = _main(capsys, "cell", *words)
+    assert code == 2
+    assert message in printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_a_folder_without_a_plan_has_no_report(tmp_path, capsys):
+    code, printed = _main(capsys, "report", str(tmp_path))
+    assert (code, "holds no plan.json" in printed.err) == (2, True)
 
 
 def test_a_held_folder_and_a_damaged_file_are_one_line(tmp_path, capsys):
@@ -141,7 +241,7 @@ def test_stopped_by_the_keyboard(tmp_path, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_cells", interrupted)
+    monkeypatch.setattr(cli, "run_jobs", interrupted)
     code, printed = _main(capsys, *TINY, "--out", str(tmp_path))
     assert code == 130
     assert "the same command goes on from here" in printed.out

@@ -51,7 +51,7 @@ def test_the_contrasts_are_the_differences_of_arms_that_they_mean():
     values = _values((2.0, -1.0, 0.5), noise=1.0, seeds=2)
     scale_free, _, _ = factorial_effects(values, FACTORIAL, higher_is_better=True)
     expected = [values["riemannian-adam"][s] - values["rsgd"][s] for s in (0, 1)]
-    # the only arm without it differs from riemannian-adam in nothing else; the square of the others fits with a residual
+    # the only arm without it differs from riemannian-adam in nothing else; the other four leave a residual
     square = [
         values["riemannian-adam"][s]
         - values["riemannian-adam-elementwise"][s]

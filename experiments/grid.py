@@ -66,7 +66,9 @@ class Grid:
 
 _ALL = tuple(ARMS)
 _QK = {"adamw": (0.1, 0.3, 1.0)}
-_DECIDING: dict[str, int] = dict.fromkeys(FEW_ARMS, 12)
+#: the arms that a claim compares by their own tuned settings; those of `FACTORIAL` are compared by the matched seeds
+_COMPARED = (*FEW_ARMS, "adamw-orth-no-decay", "rsgd")
+_DECIDING: dict[str, int] = dict.fromkeys(_COMPARED, 12)
 _CYCLED = ("adamw", "adamw-orth-no-decay", "frozen", "riemannian-adam")
 _FULL_QK = {
     "adamw": (0.03, 0.1, 0.3, 1.0, 3.0),
@@ -89,7 +91,7 @@ SIZES: dict[str, dict[str, tuple[dict[str, Any], Grid]]] = {
                 (1e-3, 3e-3, 1e-2),
                 (1.0,),
                 other_seeds=5,
-                seeds=dict.fromkeys((*FEW_ARMS, "adamw-orth-no-decay"), 10),
+                seeds=dict.fromkeys(_COMPARED, 10),
                 qk_scales=_QK,
                 matched_seeds=10,
                 variations={

@@ -23,7 +23,7 @@ from .plan import read_plan
 from .studies import study_from_settings
 from .study import Study
 from .summary import Summary, summarize
-from .tables import claim_table, control_table, factorial_table, tuning_table
+from .tables import claim_table, control_table, factorial_table, statistics_table, tuning_table
 
 __all__ = ["Report", "load_report", "markdown_text", "report_folder"]
 
@@ -102,6 +102,7 @@ def _render(report: Report, shown: Sequence[_Shown], template: str) -> str:
         tables=[
             table
             for table in (
+                statistics_table(report.summary),
                 factorial_table(report.roles, report.plan, FACTORIAL),
                 control_table(report.roles),
                 tuning_table(report.roles, report.study.headline),

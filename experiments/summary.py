@@ -11,7 +11,7 @@ from .arms import BASELINE
 from .statistics import PairedDifference, compare_many, mean_and_sd
 from .study import Headline
 
-__all__ = ["ArmSummary", "Summary", "learning_rate", "number", "signed", "significant", "summarize"]
+__all__ = ["ArmSummary", "Summary", "learning_rate", "number", "p_value", "signed", "significant", "summarize"]
 
 Record = Mapping[str, Any]
 
@@ -175,8 +175,7 @@ def _difference_cell(difference: PairedDifference | None, headline: Headline) ->
 
 
 def _p_cell(difference: PairedDifference | None, name: str) -> str:
-    p = None if difference is None else getattr(difference, name)
-    return "–" if p is None else "< .001" if p < 0.001 else f"{p:.3f}".lstrip("0") if p < 1 else "1"
+    return "–" if difference is None else p_value(getattr(difference, name))
 
 
 def _effect_cell(difference: PairedDifference | None) -> str:
@@ -278,6 +277,12 @@ def significant(value: float | None, digits: int = 3) -> str:
     if value is None or not value:
         return number(value, 0)
     return number(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
+
+
+def p_value(p: float | None) -> str:
+    if p is None:
+        return "–"
+    return "< .001" if p < 0.001 else "1" if p > 0.9995 else f"{p:.3f}".removeprefix("0")
 
 
 def signed(value: float, digits: int) -> str:

@@ -10,9 +10,9 @@ from .claims import Claim, accuracy
 from .factorial import length_ratios
 from .statistics import mean_and_sd, paired_difference
 from .study import Headline
-from .summary import learning_rate, number, signed, significant
+from .summary import Summary, learning_rate, number, p_value, signed, significant
 
-__all__ = ["TextTable", "claim_table", "control_table", "factorial_table", "tuning_table"]
+__all__ = ["TextTable", "claim_table", "control_table", "factorial_table", "statistics_table", "tuning_table"]
 
 Roles = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -57,6 +57,57 @@ def _figure(claim: Claim) -> str:
     if verdict.low is None or verdict.high is None:
         return show(verdict.estimate) + unit
     return f"{show(verdict.estimate)} [{show(verdict.low)}, {show(verdict.high)}]{unit}"
+
+
+def statistics_table(summary: Summary) -> TextTable | None:
+    """Every statistic of the paired differences from the baseline."""
+    digits = summary.headline.digits
+
+    def interval(low: float | None, high: float | None) -> str:
+        return "–" if low is None or high is None else f"[{signed(low, digits)}, {signed(high, digits)}]"
+
+    rows = []
+    for arm in summary.arms:
+        d = arm.difference
+        if d is None or d.mean is None:
+            continue
+        rows.append(
+            (
+                arm.arm,
+                str(d.n),
+                signed(d.mean, digits),
+                interval(d.low, d.high),
+                interval(d.bootstrap_low, d.bootstrap_high),
+                interval(d.adjusted_low, d.adjusted_high),
+                p_value(d.t_p),
+                p_value(d.wilcoxon_p),
+                p_value(d.adjusted_p),
+                "–" if d.hedges_g is None else signed(d.hedges_g, 2),
+                f"{d.wins}, {d.ties}, {d.losses}",
+            )
+        )
+    if not rows:
+        return None
+    unit = "points" if summary.headline.unit == "%" else summary.headline.unit
+    header = (
+        "arm",
+        "pairs",
+        f"mean difference, {unit}",
+        "t interval",
+        "bootstrap interval",
+        "Holm interval",
+        "p, t",
+        "p, Wilcoxon",
+        "p, Holm",
+        "Hedges' g",
+        "wins, ties, losses",
+    )
+    note = (
+        "95 % intervals of the mean paired difference in the headline number: Student's, the BCa bootstrap's, and "
+        "Student's widened for the number of arms by Holm's method, which the verdicts use. Five pairs cannot have a "
+        "Wilcoxon p below .0625."
+    )
+    return TextTable("Paired statistics, minus adamw", header, tuple(rows), note)
 
 
 def factorial_table(

@@ -129,7 +129,7 @@ def test_every_role_has_its_figure_or_table(store, all_roles):
     names = {path.stem for path in page_path.parent.glob("*.svg")}
     assert {"differences", "headline", "factorial", "growth", "freezing", "cycles_qk_angle", "cycles_qk_norm"} <= names
     assert len(page.images) == len(names)
-    for title in ("Arms at one step length", "Negative control", "Sweep on validation data"):
+    for title in ("Paired statistics", "Arms at one step length", "Negative control", "Sweep on validation data"):
         assert title in page.text
     for number in ("2b", "3a", "3b", "4e", "5d", "6a", "6b", "6c"):
         assert number in page.text

@@ -1,5 +1,8 @@
+import numpy as np
 from geodescent.experiments.study import Headline
 from geodescent.experiments.summary import summarize
+from geodescent.experiments.tables import statistics_table
+from scipy import stats
 
 STEPS = Headline(
     "steps", "steps_tuned", "steps to 95 %", "steps to 95 %", "steps", False, digits=0, cap=1000, goal="got there"
@@ -76,3 +79,30 @@ def test_without_the_baseline_nothing_is_compared(make_record):
     summary = summarize([make_record("frozen", seed) for seed in (0, 1)], ACCURACY)
     assert summary.arms[0].difference is None
     assert _column(summary, "minus adamw [95 % Holm interval]") == {"frozen": "–"}
+
+
+def test_every_statistic_is_shown_as_scipy_computes_it(make_record):
+    own, base = (0.55, 0.66, 0.75, 0.61, 0.70, 0.58, 0.66), (0.5, 0.6, 0.7, 0.62, 0.64, 0.55, 0.61)
+    records = [
+        make_record(arm, seed, metrics={"test_accuracy": value})
+        for arm, values in (("adamw", base), ("frozen", own))
+        for seed, value in enumerate(values)
+    ]
+    table = statistics_table(summarize(records, ACCURACY))
+    assert table is not None
+    shown = dict(zip(table.header, table.rows[0], strict=True))
+    difference = 100 * (np.array(own) - np.array(base))
+    t = stats.ttest_rel(100 * np.array(own), 100 * np.array(base))
+    low, high = t.confidence_interval()
+    assert shown["mean difference, points"] == f"{difference.mean():+.2f}"
+    # one arm: Holm's family has one member
+    assert shown["t interval"] == shown["Holm interval"] == f"[{low:+.2f}, {high:+.2f}]"
+    assert shown["p, t"] == shown["p, Holm"] == f"{t.pvalue:.3f}".removeprefix("0")
+    assert shown["p, Wilcoxon"] == f"{stats.wilcoxon(difference).pvalue:.3f}".removeprefix("0")
+    assert shown["wins, ties, losses"] == "6, 0, 1"
+    ends = [float(end) for end in shown["bootstrap interval"].strip("[]").split(",")]
+    assert difference.min() < ends[0] < difference.mean() < ends[1] < difference.max()
+
+
+def test_one_arm_alone_has_no_statistics(make_record):
+    assert statistics_table(summarize([make_record()], ACCURACY)) is None

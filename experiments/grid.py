@@ -66,7 +66,7 @@ class Grid:
 
 _ALL = tuple(ARMS)
 _QK = {"adamw": (0.1, 0.3, 1.0)}
-#: the arms that a claim compares by their own tuned settings; those of `FACTORIAL` are compared by the matched seeds
+#: the arms that a claim compares at their own tuned settings; those of `FACTORIAL` are compared on the matched seeds
 _COMPARED = (*FEW_ARMS, "adamw-orth-no-decay", "rsgd")
 _DECIDING: dict[str, int] = dict.fromkeys(_COMPARED, 12)
 _CYCLED = ("adamw", "adamw-orth-no-decay", "frozen", "riemannian-adam")
@@ -126,8 +126,7 @@ SIZES: dict[str, dict[str, tuple[dict[str, Any], Grid]]] = {
                 _ALL,
                 (3e-4, 1e-3, 3e-3),
                 (0.05,),
-                other_seeds=3,
-                seeds=_DECIDING,
+                other_seeds=12,
                 qk_scales=_QK,
                 matched_seeds=10,
                 variations={

@@ -160,7 +160,8 @@ def adjust(differences: Mapping[str, PairedDifference]) -> dict[str, PairedDiffe
         return dict(differences)
     alpha = 1 - next(iter(differences.values())).level
     ps = [p for p, _ in testable]
-    rejected, adjusted = multipletests(ps, alpha=alpha, method="holm")[:2]
+    tested: Any = multipletests(ps, alpha=alpha, method="holm")
+    rejected, adjusted = tested[:2]
     found = dict(differences)
     ranks = len(ps)
     first_kept = next((k for k, reject in enumerate(rejected) if not reject), ranks)

@@ -59,7 +59,9 @@ def test_the_gain_is_adjusted_for_the_number_of_arms(runs):
     alone = _claims("cifar10", report=pair)["4a"].verdict
     others = [record for i in range(12) for record in runs(f"arm{i}", 40.0)]
     family = _claims("cifar10", report=[*pair, *others])["4a"].verdict
-    assert family.low < alone.low < alone.high < family.high
+    ends = [end for end in (family.low, alone.low, alone.high, family.high) if end is not None]
+    assert len(ends) == 4
+    assert ends == sorted(set(ends))
 
 
 def test_freezing(runs):

@@ -11,7 +11,7 @@ import torch
 from geodescent.analysis import CERTIFICATES
 from geodescent.experiments import certification, cli
 from geodescent.experiments.certification import Certified, certify_all
-from geodescent.experiments.grid import FACTORIAL, Grid, Variation
+from geodescent.experiments.grid import FACTORIAL, SIZES, Grid, Variation
 from geodescent.experiments.results import ResultsStore
 from geodescent.experiments.study_cifar10 import Cifar10Study
 from geodescent.manifolds import Stiefel
@@ -65,7 +65,7 @@ def test_a_sweep_from_end_to_end(tmp_path, monkeypatch):
         variations={"cycles": Variation(("adamw", "riemannian-adam"), 2, {"decay_cycles": (1,)})},
     )
     settings = {"p": 5, "width": 16, "heads": 2, "steps": 8, "interval": 4, "train_fraction": 0.6, "recovery_steps": 2}
-    monkeypatch.setitem(cli.SIZES["modular"], "default", (settings, grid))
+    monkeypatch.setitem(SIZES["modular"], "default", (settings, grid))
     result = CliRunner().invoke(cli.app, ["study", "modular", "--jobs", "2", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     plan = json.loads((tmp_path / "modular" / "plan.json").read_text())

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ def _family(specification):
 @given(ARMS)
 def test_intervals_exclude_zero_exactly_where_holm_rejects(specification):
     """Holm's procedure from its definition: the smallest p against α/m, the next against α/(m − 1), until one fails."""
-    compared = compare_many(_family(specification), dict.fromkeys(range(6), 0.0), True)
+    compared: dict[str, Any] = compare_many(_family(specification), dict.fromkeys(range(6), 0.0), True)
     order = sorted(compared, key=lambda name: compared[name].t_p)
     rejecting = True
     for k, name in enumerate(order):

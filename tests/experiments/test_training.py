@@ -6,6 +6,7 @@ import torch
 from geodescent.experiments import training
 from geodescent.experiments.arms import ARMS
 from geodescent.experiments.starts import attentions, build_model
+from geodescent.experiments.steppers import build_stepper
 from geodescent.experiments.study_modular import ModularStudy
 from geodescent.experiments.training import CellFailed, train_cell
 from geodescent.manifolds import ManifoldParameter, Stiefel
@@ -81,8 +82,7 @@ def test_the_step_length_is_the_mean_of_the_steps(tiny_study, monkeypatch):
         weights.append(frames.detach().as_subclass(torch.Tensor).double().clone())
 
     monkeypatch.setattr(training, "build_model", build)
-    snapshot_first = training.build_stepper
-    monkeypatch.setattr(training, "build_stepper", lambda *a: (snapshot(), snapshot_first(*a))[1])
+    monkeypatch.setattr(training, "build_stepper", lambda *a: (snapshot(), build_stepper(*a))[1])
     result = train_cell(tiny_study, ARMS["riemannian-adam"], 0, tiny_study.data(0), snapshot)
     squares = [(b - a).square().sum((1, 2)).mean() for a, b in itertools.pairwise(weights)]
     assert len(squares) == 8

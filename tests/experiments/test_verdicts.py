@@ -116,7 +116,7 @@ def test_the_mean_ratio_is_geometric_and_ratios_are_checked():
 def _gaps(slopes):
     return {
         size: {seed: slope * math.log2(size / 1000) + seed for seed, slope in enumerate(slopes)}
-        for size in (1000, 2000, 8000)
+        for size in (1000.0, 2000.0, 8000.0)
     }
 
 

@@ -28,11 +28,14 @@ class Variation:
 
     Attributes:
         changes: setting -> its values, one set of cells for each value.
+        lrs: candidates for a sweep of its own, by validation data of one seed, for a task unlike the main one; else an
+            arm keeps what was chosen for it there.
     """
 
     arms: tuple[str, ...]
     seeds: int
     changes: Mapping[str, tuple[Any, ...]]
+    lrs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,15 +91,16 @@ SIZES: dict[str, dict[str, tuple[dict[str, Any], Grid]]] = {
             {},
             Grid(
                 _ALL,
-                (1e-3, 3e-3, 1e-2),
+                (3e-3, 1e-2, 3e-2),
                 (1.0,),
                 other_seeds=5,
                 seeds=dict.fromkeys(_COMPARED, 10),
                 qk_scales=_QK,
+                tuning_seeds=3,
                 matched_seeds=10,
                 variations={
                     "cycles": Variation(_CYCLED, 5, {"decay_cycles": (2,)}),
-                    "control": Variation(FEW_ARMS, 3, {"operation": ("compose",)}),
+                    "control": Variation(FEW_ARMS, 3, {"operation": ("compose",)}, lrs=(1e-3, 3e-3)),
                 },
             ),
         ),
@@ -113,7 +117,7 @@ SIZES: dict[str, dict[str, tuple[dict[str, Any], Grid]]] = {
                 matched_seeds=12,
                 variations={
                     "cycles": Variation(_CYCLED, 10, {"decay_cycles": (3,)}),
-                    "control": Variation(_ALL, 5, {"operation": ("compose",)}),
+                    "control": Variation(_ALL, 5, {"operation": ("compose",)}, lrs=(1e-3, 3e-3, 1e-2)),
                 },
             ),
         ),

@@ -10,21 +10,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .arms import ARMS, Arm
 from .cells import TUNING_SEED, Cell
-from .grid import FACTORIAL, Grid
+from .grid import FACTORIAL, Grid, Variation
 from .results import CellKey
 from .study import Study
 
-__all__ = ["MATCHED_TO", "ROLES", "Choice", "Job", "choices", "jobs_of", "matched_scales"]
+__all__ = ["MATCHED_TO", "Choice", "Job", "choices", "jobs_of", "matched_scales"]
 
 Records = Mapping[CellKey, Mapping[str, Any]]
-
-ROLES = ("tuning", "matching", "report", "matched", "growth", "cycles", "control")
 
 #: the arm whose learning rate and mean step length the arms of the factorial take
 MATCHED_TO = "riemannian-adam"
@@ -35,7 +34,8 @@ _MATCHING_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """A cell, and what it is for: one of `ROLES`."""
+    """A cell, and what it is for: "tuning", "matching", "report", "matched", or the name of a variation, with "-tuning"
+    for the sweep of its own."""
 
     role: str
     cell: Cell
@@ -69,14 +69,7 @@ def jobs_of(study: Study, arms: Sequence[Arm], grid: Grid, records: Records) -> 
         ]
     jobs += _matching(study, arms, grid, records, settled)
     for role, variation in grid.variations.items():
-        for seed in range(variation.seeds):
-            for name, values in variation.changes.items():
-                for value in values:
-                    jobs += [
-                        Job(role, Cell(_vary(settled[arm], name, value), ARMS[arm], seed))
-                        for arm in variation.arms
-                        if arm in settled
-                    ]
+        jobs += _variation(role, variation, study, grid, records, settled)
     return jobs
 
 
@@ -127,8 +120,28 @@ def _candidates(
     if len(found) == 1 and not even_one:
         return
     for choice in found:
-        tuned = _with(study, choice)
-        yield choice, tuple(Cell(tuned, arm, TUNING_SEED + i) for i in range(grid.tuning_seeds))
+        yield choice, _tuning_cells(_with(study, choice), arm, grid)
+
+
+def _variation(
+    role: str, variation: Variation, study: Study, grid: Grid, records: Records, settled: Mapping[str, Study]
+) -> list[Job]:
+    arms = [ARMS[name] for name in variation.arms if name in settled]
+    jobs: list[Job] = []
+    bases: list[Mapping[str, Study]] = []  # arm -> its study, for each value
+    for name, values in variation.changes.items():
+        for value in values:
+            if not variation.lrs:
+                bases.append({arm.name: _vary(settled[arm.name], name, value) for arm in arms})
+                continue
+            varied, sweep = _vary(study, name, value), dataclasses.replace(grid, lrs=variation.lrs, tuning_seeds=1)
+            for arm in arms:
+                jobs += [Job(f"{role}-tuning", cell) for _, cells in _candidates(varied, arm, sweep) for cell in cells]
+            chosen = choices(varied, arms, sweep, records)
+            bases.append({name: _with(varied, choice) for name, choice in chosen.items()})
+    for seed in range(variation.seeds):
+        jobs += [Job(role, Cell(own[arm.name], arm, seed)) for own in bases for arm in arms if arm.name in own]
+    return jobs
 
 
 def _with(study: Study, choice: Choice) -> Study:
@@ -151,13 +164,14 @@ def _matching(
 ) -> list[Job]:
     jobs = []
     tries = _matching_tries(study, arms, grid, records)
-    by_name = {arm.name: arm for arm in arms}
     for name, (tried, _) in tries.items():
-        jobs += [Job("matching", Cell(_scaled(settled[MATCHED_TO], s), by_name[name], TUNING_SEED)) for s, _ in tried]
+        for scale, _ in tried:
+            cells = _tuning_cells(_scaled(settled[MATCHED_TO], scale), ARMS[name], grid)
+            jobs += [Job("matching", cell) for cell in cells]
     for seed in range(grid.matched_seeds):
         for name, (tried, done) in tries.items():
             if done:
-                jobs.append(Job("matched", Cell(_scaled(settled[MATCHED_TO], tried[-1][0]), by_name[name], seed)))
+                jobs.append(Job("matched", Cell(_scaled(settled[MATCHED_TO], tried[-1][0]), ARMS[name], seed)))
     return jobs
 
 
@@ -170,7 +184,7 @@ def _matching_tries(
     if chosen is None or not grid.matched_seeds:
         return {}
     base = _with(study, chosen)
-    target = _length(records.get(Cell(base, ARMS[MATCHED_TO], TUNING_SEED).key))
+    target = _length(base, ARMS[MATCHED_TO], grid, records)
     found: dict[str, tuple[list[tuple[float, float | None]], bool]] = {}
     for arm in (arm for arm in arms if arm.name in FACTORIAL):
         if arm.name == MATCHED_TO:
@@ -181,7 +195,7 @@ def _matching_tries(
         tried: list[tuple[float, float | None]] = []
         scale, done = base.qk_scale, False
         while not done:
-            length = _length(records.get(Cell(_scaled(base, scale), arm, TUNING_SEED).key))
+            length = _length(_scaled(base, scale), arm, grid, records)
             ratio = None if length is None else length / target
             tried.append((scale, ratio))
             if not ratio:
@@ -197,5 +211,12 @@ def _scaled(study: Study, qk_scale: float) -> Study:
     return dataclasses.replace(study, qk_scale=qk_scale)
 
 
-def _length(record: Mapping[str, Any] | None) -> float | None:
-    return None if record is None or record["status"] != "ok" else record["metrics"]["step_length"]
+def _tuning_cells(study: Study, arm: Arm, grid: Grid) -> tuple[Cell, ...]:
+    return tuple(Cell(study, arm, TUNING_SEED + i) for i in range(grid.tuning_seeds))
+
+
+def _length(study: Study, arm: Arm, grid: Grid, records: Records) -> float | None:
+    """Geometric mean over the tuning seeds of a run's mean step length; None before all have ended well."""
+    found = [records.get(cell.key) for cell in _tuning_cells(study, arm, grid)]
+    lengths = [record["metrics"]["step_length"] for record in found if record is not None and record["status"] == "ok"]
+    return statistics.geometric_mean(lengths) if len(lengths) == len(found) and min(lengths) > 0 else None

@@ -106,6 +106,7 @@ def _render(report: Report, shown: Sequence[_Shown], template: str) -> str:
                 factorial_table(report.roles, report.plan, FACTORIAL),
                 control_table(report.roles),
                 tuning_table(report.roles, report.study.headline),
+                tuning_table(report.roles, report.study.headline, "control"),
             )
             if table is not None
         ],

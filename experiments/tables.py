@@ -146,13 +146,13 @@ def factorial_table(
         *factors,
         "learning rate",
         "step length ÷ riemannian-adam's",
-        "the same, tuning seed",
+        "the same, tuning",
         "n",
         "test accuracy, %",
     )
     note = (
         "All at the learning rate that validation data chose for riemannian-adam; the rate of Q and K is scaled until "
-        "the mean step length of a tuning run is within 10 % of riemannian-adam's."
+        "the mean step length of tuning runs is within 10 % of riemannian-adam's."
     )
     return TextTable("Arms at one step length", header, tuple(rows), note)
 
@@ -179,6 +179,7 @@ def control_table(roles: Roles) -> TextTable | None:
         rows.append(
             (
                 arm,
+                ", ".join(dict.fromkeys(learning_rate(r) for r in records if r["arm"] == arm)),
                 str(len(own)),
                 f"{number(mean, 2)} ± {number(sd, 2)}",
                 difference,
@@ -186,15 +187,26 @@ def control_table(roles: Roles) -> TextTable | None:
                 number(steps, 0),
             )
         )
-    header = ("arm", "n", "test accuracy, %", "minus adamw [95 % interval]", "reached 95 %", "at step, mean")
-    note = "Composition of permutations has no cyclic structure to find; arms keep the main task's learning rates."
+    header = (
+        "arm",
+        "learning rate",
+        "n",
+        "test accuracy, %",
+        "minus adamw [95 % interval]",
+        "reached 95 %",
+        "at step, mean",
+    )
+    note = (
+        "Composition of permutations has no cyclic structure to find. Each arm's learning rate was chosen on validation "
+        "data of this task."
+    )
     return TextTable("Negative control: composition in S₅", header, tuple(rows), note)
 
 
-def tuning_table(roles: Roles, headline: Headline) -> TextTable | None:
-    """The sweep: every candidate of every arm on validation data."""
+def tuning_table(roles: Roles, headline: Headline, of: str = "") -> TextTable | None:
+    """The sweep, of the main task or of a variation: every candidate of every arm on validation data."""
     by_candidate: dict[tuple[str, str, float], list[Mapping[str, Any]]] = {}
-    for record in roles.get("tuning", ()):
+    for record in roles.get(f"{of}-tuning" if of else "tuning", ()):
         decay = record["config"]["study"]["weight_decay"]
         by_candidate.setdefault((record["arm"], learning_rate(record), decay), []).append(record)
     if not by_candidate:
@@ -210,4 +222,5 @@ def tuning_table(roles: Roles, headline: Headline) -> TextTable | None:
     unit = f", {headline.unit}" if headline.unit != "steps" else ""
     label = headline.label.replace("test", "validation") + unit
     header = ("arm", "learning rate", "weight decay", "runs", label, "validation loss")
-    return TextTable("Sweep on validation data", header, tuple(rows), "Seeds that are not reported.")
+    title = f"Sweep on validation data{f' of the {of}' if of else ''}"
+    return TextTable(title, header, tuple(rows), "Seeds that are not reported.")

@@ -136,6 +136,46 @@ def test_variations_keep_what_was_chosen(tiny_study, grid):
     }
 
 
+def test_a_variation_may_have_a_sweep_of_its_own(tiny_study, grid):
+    """On a task unlike the main one another rate may be best: here 1e-3, where the main task's is 3e-3."""
+    variation = Variation(("adamw", "frozen"), 2, {"decay_cycles": (2,)}, lrs=(3e-4, 1e-3))
+    grid = dataclasses.replace(grid, variations={"control": variation})
+
+    def answer(cell):
+        return _record(cell, best_lr=1e-3 if cell.study.decay_cycles else 3e-3)
+
+    records, rounds = _drive(tiny_study, select_arms(), grid, answer)
+    own = [job.cell for jobs in rounds for job in jobs if job.role == "control-tuning"]
+    # adamw has two rates of Q and K for each learning rate
+    assert {(cell.arm.name, cell.study.lr, cell.seed) for cell in own} == {
+        (arm, lr, TUNING_SEED) for arm in ("adamw", "frozen") for lr in (3e-4, 1e-3)
+    }
+    assert len(own) == 2 * 2 + 2
+    reported = [job.cell for jobs in rounds for job in jobs if job.role == "control"]
+    assert [(cell.arm.name, cell.study.lr, cell.seed) for cell in reported] == [
+        ("adamw", 1e-3, 0), ("frozen", 1e-3, 0), ("adamw", 1e-3, 1), ("frozen", 1e-3, 1)
+    ]  # fmt: skip
+    assert {cell.study.decay_cycles for cell in (*own, *reported)} == {2}
+    assert all(c.lr == 3e-3 for c in choices(tiny_study, select_arms(), grid, records).values())
+
+
+def test_step_lengths_are_matched_over_all_tuning_seeds(tiny_study, grid):
+    """A seed on which an arm's steps are twice as long must not decide alone."""
+
+    def answer(cell):
+        record = _record(cell)
+        if cell.arm.name == "rsgd" and cell.seed == TUNING_SEED:
+            record["metrics"]["step_length"] *= 4.0
+        return record
+
+    arms = select_arms()
+    records, _ = _drive(tiny_study, arms, grid, answer)
+    scale, ratio, settled = matched_scales(tiny_study, arms, grid, records)["rsgd"]
+    assert settled
+    assert ratio == pytest.approx(1.0, rel=0.1)
+    assert scale == pytest.approx(5000.0 / 2.0, rel=0.01)  # geometric mean of 4 and 1
+
+
 @pytest.mark.parametrize("size", ["quick", "default", "full"])
 @pytest.mark.parametrize("name", list(SIZES))
 def test_every_declared_grid_is_one_that_can_run(name, size):

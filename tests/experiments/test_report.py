@@ -89,6 +89,7 @@ def all_roles(records, make_record):
     }
     arms = ("riemannian-adam", "riemannian-adam-elementwise", "scalar-project", "adamw-project", "rsgd")
     tuning = [record | {"seed": 1000 + record["seed"], "split": "validation"} for record in runs(("adamw",), {})]
+    control_tuning = [record | {"settings_hash": "4" * 12} for record in tuning]
     growth = runs(("adamw", "riemannian-adam"), {}, "2" * 12)
     for record in growth:
         record["config"] = record["config"] | {"study": record["config"]["study"] | {"train_images": 1000}}
@@ -98,6 +99,7 @@ def all_roles(records, make_record):
         "matched": runs(arms, {}),
         "growth": growth,
         "cycles": runs(("adamw", "riemannian-adam"), {}, "3" * 12, cycles=cycles),
+        "control-tuning": control_tuning,
         "control": runs(("adamw", "frozen"), {"steps_to_95_test": None}, "4" * 12),
     }
 
@@ -129,7 +131,9 @@ def test_every_role_has_its_figure_or_table(store, all_roles):
     names = {path.stem for path in page_path.parent.glob("*.svg")}
     assert {"differences", "headline", "factorial", "growth", "freezing", "cycles_qk_angle", "cycles_qk_norm"} <= names
     assert len(page.images) == len(names)
-    for title in ("Paired statistics", "Arms at one step length", "Negative control", "Sweep on validation data"):
+    sweep = "Sweep on validation data"
+    titles = ("Paired statistics", "Arms at one step length", "Negative control", sweep, f"{sweep} of the control")
+    for title in titles:
         assert title in page.text
     for number in ("2b", "3a", "3b", "4e", "5d", "6a", "6b", "6c"):
         assert number in page.text

@@ -86,7 +86,7 @@ _FULL_QK = {
 #: study -> size -> (settings of the study, grid)
 SIZES: dict[str, dict[str, tuple[dict[str, Any], Grid]]] = {
     "modular": {
-        "quick": ({}, Grid(FEW_ARMS, (3e-3,), (1.0,), other_seeds=4)),
+        "quick": ({}, Grid(FEW_ARMS, (1e-2,), (1.0,), other_seeds=4)),
         "default": (
             {},
             Grid(

@@ -15,7 +15,7 @@ import joblib
 from .cells import Cell, run_cell
 from .distributed import Processes
 from .protocol import Job
-from .results import CellKey, ResultsStore, latest
+from .results import CellKey, ResultsStore, latest, to_json
 
 __all__ = ["BACKENDS", "Pool", "Progress", "RunReport", "follow", "run_jobs"]
 
@@ -106,7 +106,7 @@ def run_jobs(
                 run = functools.partial(_together, pool, shared) if shared else stack.enter_context(_workers(pool))
             for cell, record in run(todo):
                 store.append(record)
-                ended[cell.key] = record
+                ended[cell.key] = to_json(record)  # as it will be read when the study is resumed
                 fresh += 1
                 progress.cell_ended(cell, record)
 

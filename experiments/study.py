@@ -59,8 +59,8 @@ class Study(ABC):
         lr: learning rate of everything but Q and K.
         qk_scale: their learning rate as a multiple of it.
         weight_decay: decoupled decay of matrices.
-        stop_accuracy: validation and test accuracy at which a run that holds both for `hold` evaluations in a row
-            stops; None to go on to the end.
+        stop_accuracy: validation accuracy at which a run that holds it for `hold` evaluations in a row stops; None, as
+            in every declared grid, to give all arms the same number of steps.
         decay_cycles: how many times, when training is over, everything that decays is shrunk to `shrink` of its norm by
             weight decay alone and then trained again for `recovery_steps`.
     """
@@ -76,6 +76,9 @@ class Study(ABC):
     decay_cycles: int = 0
     shrink: float = 0.1
     recovery_steps: int = 200
+
+    #: accuracy whose first step, held for `hold` evaluations in a row, is recorded; None where there is no such goal
+    goal_accuracy: ClassVar[float | None] = None
 
     name: ClassVar[str]
     title: ClassVar[str]

@@ -25,15 +25,15 @@ class ModularStudy(Study):
         batch_size: pairs a step; None for all training pairs.
     """
 
-    lr: float = 3e-3
+    lr: float = 1e-2
     p: int = 31
     operation: str = "add"
     train_fraction: float = 0.65
     batch_size: int | None = None
-    steps: int = 800
+    steps: int = 400
     interval: int = 25
-    stop_accuracy: float | None = 0.95
 
+    goal_accuracy: ClassVar[float | None] = 0.95
     name: ClassVar[str] = "modular"
     title: ClassVar[str] = "Modular arithmetic"
 

@@ -200,8 +200,6 @@ def _notes(arms: Sequence[ArmSummary], headline: Headline) -> tuple[str, ...]:
         "Principal-angle drift: the 2-norm of the angles between the column space of a head's Q or K now and at the "
         "start, mean over heads and layers.",
     ]
-    if headline.cap is not None:
-        notes.append("A run stops where it has reached its goal, and the other columns are taken there.")
     if headline.cap is not None and any(arm.reached < arm.n for arm in arms):
         notes.insert(
             1,

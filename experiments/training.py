@@ -60,7 +60,7 @@ def train_cell(
     on_step: Callable[[int], None] | None = None,
     processes: Processes | None = None,
 ) -> CellResult:
-    """Train to the study's end, or until its validation and test accuracy have been held; then its decay cycles.
+    """Train to the study's end, or until its validation accuracy has been held; then its decay cycles.
 
     Args:
         data: `study.data(seed)`, the same for every arm.
@@ -68,34 +68,38 @@ def train_cell(
         processes: the processes among which each batch is shared; None for this one alone.
 
     Raises:
-        CellFailed: the loss became NaN or infinite.
+        CellFailed: the loss became NaN or infinite, of the last weights too.
     """
     processes = processes or Processes()
     model = build_model(arm, study.build, seed, study.input_square_norm)
     stepper = build_stepper(arm, model, study.hyperparameters())
     learner = _Learner(model, stepper, data, processes)
     tracker = GeometryTracker(model)
-    goals = {name: _Goal(study.stop_accuracy, study.hold) for name in ("validation", "test")}
+    goals = {name: _Goal(study.goal_accuracy, study.hold) for name in ("validation", "test")}
+    stop = _Goal(study.stop_accuracy, study.hold)  # never looks at test data
     before = learner.queries_and_keys()
     history: dict[str, list[float]] = {}
     train99: int | None = None
-    _measure(history, 0, model, data, tracker, study.stop_accuracy is not None)
+    _measure(history, 0, model, data, tracker, study.goal_accuracy is not None)
 
     step = 0
     for step in range(1, study.total_steps + 1):
         learner.learn(step, study.lr)
         if step % study.evaluate_every == 0 or step == study.total_steps:
-            _measure(history, step, model, data, tracker, study.stop_accuracy is not None)
+            _measure(history, step, model, data, tracker, study.goal_accuracy is not None)
             if train99 is None and history["train_accuracy"][-1] >= 0.99:
                 train99 = step
             for name, goal in goals.items():
                 goal.seen(step, history.get(f"{name}_accuracy", [math.nan])[-1])
+            stop.seen(step, history["validation_accuracy"][-1])
         if on_step is not None:
             on_step(step)
-        if all(goal.held for goal in goals.values()):
+        if stop.held:
             break
 
     test_loss, test_accuracy = evaluate(model, data.test)
+    if not math.isfinite(test_loss + learner.path):
+        raise CellFailed(f"the loss after step {step} is {test_loss} (learning rate {study.lr:g}): the run diverged")
     metrics: dict[str, float | None] = {
         "test_accuracy": test_accuracy,
         "test_loss": test_loss,
@@ -110,7 +114,7 @@ def train_cell(
         "capped_fraction": stepper.capped_fraction(),
         "steps": step,
     }
-    if study.stop_accuracy is not None:
+    if study.goal_accuracy is not None:
         metrics |= {f"steps_to_95_{name}": goal.reached for name, goal in goals.items()}
         metrics["steps_to_99_train"] = train99
     random = drift(tracker.start, tracker.start, samples=32).layers

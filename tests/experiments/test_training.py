@@ -90,16 +90,16 @@ def test_the_step_length_is_the_mean_of_the_steps(tiny_study, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "expected", "steps"),
+    ("accuracies", "expected"),
     [
-        ([0.2, 0.96, 0.5, 0.97, 0.98, 0.95, 0.99], 4, 6),  # the streak that was held counts, from its start
-        ([0.96, 0.96, 0.9, 0.96, 0.96, 0.9, 0.96], None, 7),
-        ([0.1, 0.1, 0.1, 0.1, 0.1, 0.96, 0.96], None, 7),  # above at the end, but not held
+        ([0.2, 0.96, 0.5, 0.97, 0.98, 0.95, 0.99], 4),  # the streak that was held counts, from its start
+        ([0.96, 0.96, 0.9, 0.96, 0.96, 0.9, 0.96], None),
+        ([0.1, 0.1, 0.1, 0.1, 0.1, 0.96, 0.96], None),  # above at the end, but not held
     ],
 )
 @pytest.mark.parametrize("late", ["validation", "test"])
-def test_steps_to_95(monkeypatch, accuracies, expected, steps, late):
-    """Each split has its own streak, and the run ends when both have been held."""
+def test_steps_to_95(monkeypatch, accuracies, expected, late):
+    """Each split has its own streak, and the run goes on to its end."""
     study = ModularStudy(p=5, width=16, heads=2, steps=7, interval=1)
     values = iter([0.0, *accuracies])
     early = {"validation": "test", "test": "validation"}[late]
@@ -114,7 +114,29 @@ def test_steps_to_95(monkeypatch, accuracies, expected, steps, late):
     metrics = train_cell(study, ARMS["adamw"], 0, study.data(0)).metrics
     assert metrics[f"steps_to_95_{late}"] == expected
     assert metrics[f"steps_to_95_{early}"] == 1
-    assert metrics["steps"] == steps
+    assert metrics["steps"] == 7
+
+
+@pytest.mark.parametrize(("split", "steps"), [("validation", 4), ("test", 7)])
+def test_a_run_stops_by_validation_data_and_never_by_test_data(monkeypatch, split, steps):
+    study = ModularStudy(p=5, width=16, heads=2, steps=7, interval=1, stop_accuracy=0.95)
+    values = iter([0.1, 0.2, 0.96, 0.97, 0.98, 0.1, 0.1, 0.1])
+
+    def measure(history, step, *_):
+        row = {"train_loss": 1.0, "train_accuracy": 0.5, "validation_loss": 1.0, "test_accuracy": 0.0}
+        row["validation_accuracy"] = 0.0
+        row[f"{split}_accuracy"] = next(values)
+        for name in (*row, "step", *training._TRACKED):
+            history.setdefault(name, []).append(row.get(name, step))
+
+    monkeypatch.setattr(training, "_measure", measure)
+    assert train_cell(study, ARMS["adamw"], 0, study.data(0)).metrics["steps"] == steps
+
+
+def test_weights_that_diverged_in_the_last_step_are_a_failed_run(tiny_study):
+    study = dataclasses.replace(tiny_study, lr=1e30, steps=1)
+    with pytest.raises(CellFailed, match=r"the loss after step 1 is (nan|inf)"):
+        train_cell(study, ARMS["adamw"], 0, study.data(0))
 
 
 def test_a_diverging_run_says_so(tiny_study):

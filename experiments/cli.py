@@ -27,6 +27,7 @@ from .grid import SIZES
 from .inspection import inspect_checkpoint, print_inspection
 from .plan import PlannedStudy
 from .progress import show_progress
+from .protocol import check_variations
 from .readme import update_readme
 from .report import report_folder
 from .results import ResultsStore
@@ -291,14 +292,21 @@ class _Asked:
         given = {name: value for name, value in self.changes.items() if value is not None}
         study = kind(**(settings | given))
         arms = select_arms(self.arms or grid.arms)
+        if self.lr is not None:  # nothing is swept
+            variations = {role: dataclasses.replace(v, lrs=()) for role, v in grid.variations.items()}
+            grid = dataclasses.replace(grid, lrs=(self.lr,), qk_scales={}, variations=variations)
+        if self.weight_decay is not None:
+            grid = dataclasses.replace(grid, decays=(self.weight_decay,))
+        if 0.0 in grid.decays:  # there would be nothing to cycle
+            kept = {role: v for role, v in grid.variations.items() if "decay_cycles" not in v.changes}
+            grid = dataclasses.replace(grid, variations=kept)
         grid = dataclasses.replace(
             grid,
             arms=tuple(arm.name for arm in arms),
-            lrs=grid.lrs if self.lr is None else (self.lr,),
-            decays=grid.decays if self.weight_decay is None else (self.weight_decay,),
             seeds=grid.seeds if self.seeds is None else {},
             other_seeds=grid.other_seeds if self.seeds is None else self.seeds,
         )
+        check_variations(study, grid)
         return PlannedStudy(study, arms, grid, size, _command(self.context))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,10 @@ def factorial_effects(
 ) -> tuple[Effect, ...]:
     """Main effects of an incomplete two-level factorial, within each seed by least squares: the seed is a block.
 
-    A factor whose effect the arms cannot tell from the others' is left out, as is a seed that lacks an arm.
+    Two factors that the arms cross fully have their interaction in the model, in centred coding: without it, what the
+    two do together would be read as the effect of a third factor that only some of those arms have. So for `FACTORIAL`
+    "scale-free" is riemannian-adam minus rsgd, and each of the other two is the mean of its two differences. A factor
+    whose effect the arms cannot tell from the others' is left out, as is a seed that lacks an arm.
 
     Args:
         values: arm -> seed -> value.
@@ -51,10 +55,17 @@ def factorial_effects(
         return ()
     factors = list(design[arms[0]])
     seeds = sorted(set.intersection(*(set(values[arm]) for arm in arms)))
-    matrix = np.array([[1.0, *(float(design[arm][factor]) for factor in factors)] for arm in arms])
-    inverse = np.linalg.pinv(matrix)
+    levels = np.array([[float(design[arm][factor]) for factor in factors] for arm in arms])
+    centred = 2 * levels - 1
+    crossed = [
+        centred[:, i] * centred[:, j]
+        for i, j in itertools.combinations(range(len(factors)), 2)
+        if _fully_crossed(levels, i, j)
+    ]
+    matrix = np.column_stack([np.ones(len(arms)), levels, *crossed])
+    inverse = np.round(np.linalg.pinv(matrix), 12)  # the weights are simple fractions: equal values cancel exactly
     # a coefficient is estimable where it is a row-space functional: pinv·matrix has that unit row
-    identity = np.eye(len(factors) + 1)
+    identity = np.eye(matrix.shape[1])
     estimable = [np.allclose(row, unit, atol=1e-9) for row, unit in zip(inverse @ matrix, identity, strict=True)]
     found = {}
     for row, factor in enumerate(factors, start=1):
@@ -62,6 +73,15 @@ def factorial_effects(
             contrast = {seed: float(inverse[row] @ [values[arm][seed] for arm in arms]) for seed in seeds}
             found[factor] = paired_difference(contrast, dict.fromkeys(seeds, 0.0), higher_is_better)
     return tuple(Effect(factor, difference) for factor, difference in adjust(found).items())
+
+
+def _fully_crossed(levels: np.ndarray, i: int, j: int) -> bool:
+    """Whether at some levels of all other factors there is an arm for each of the four levels of these two."""
+    others = np.delete(levels, [i, j], axis=1)
+    pairs: dict[tuple[float, ...], set[tuple[float, float]]] = {}
+    for own, rest in zip(levels, others, strict=True):
+        pairs.setdefault(tuple(rest), set()).add((own[i], own[j]))
+    return any(len(found) == 4 for found in pairs.values())
 
 
 def length_ratios(lengths: Mapping[str, Sequence[float]], reference: str) -> dict[str, float]:

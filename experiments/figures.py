@@ -265,6 +265,10 @@ def _growth(roles: Mapping[str, Sequence[Record]]) -> ReportFigure | None:
     gaps = growth_gaps(roles)
     if len(gaps) < 2:
         return None
+    shared = set.intersection(*(set(own) for own in gaps.values()))  # the seeds that the verdict rests on
+    gaps = {size: {seed: gap for seed, gap in own.items() if seed in shared} for size, own in gaps.items()}
+    if not shared:
+        return None
     text = "; ".join(f"{size:,.0f} images {sum(own.values()) / len(own):+.2f}" for size, own in sorted(gaps.items()))
     return ReportFigure(
         "growth",
@@ -318,7 +322,7 @@ def _cycles(roles: Mapping[str, Sequence[Record]]) -> tuple[ReportFigure, ...]:
          "How far the column spaces of Q and K are from where they were when training ended: decay turns nothing, "
          "retraining may."),
         ("qk_norm", "Decay cycles: the size of Q and K", "‖Q, K‖, as a share of trained", True,
-         "Decay shrinks free matrices with the rest of the model; frames keep their size."),
+         "Decay shrinks free matrices at their own learning rate, where it reaches them; frames keep their size."),
         ("validation_accuracy", "Decay cycles: accuracy", "validation accuracy", False,
          "Accuracy collapses with the decayed model; the height after retraining is what was got back."),
     )  # fmt: skip

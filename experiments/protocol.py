@@ -21,7 +21,7 @@ from .grid import FACTORIAL, Grid, Variation
 from .results import CellKey
 from .study import Study
 
-__all__ = ["MATCHED_TO", "Choice", "Job", "choices", "jobs_of", "matched_scales"]
+__all__ = ["MATCHED_TO", "Choice", "Job", "check_variations", "choices", "jobs_of", "matched_scales"]
 
 Records = Mapping[CellKey, Mapping[str, Any]]
 
@@ -71,6 +71,16 @@ def jobs_of(study: Study, arms: Sequence[Arm], grid: Grid, records: Records) -> 
     for role, variation in grid.variations.items():
         jobs += _variation(role, variation, study, grid, records, settled)
     return jobs
+
+
+def check_variations(study: Study, grid: Grid) -> None:
+    """Raises `ValueError` where a variation cannot be run with some candidate: before the first run, not after the
+    sweep."""
+    for variation in grid.variations.values():
+        for lr, decay in itertools.product(variation.lrs or grid.lrs, grid.decays):
+            for name, values in variation.changes.items():
+                for value in values:
+                    _vary(dataclasses.replace(study, lr=lr, weight_decay=decay), name, value)
 
 
 def choices(study: Study, arms: Sequence[Arm], grid: Grid, records: Records) -> dict[str, Choice]:

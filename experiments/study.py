@@ -95,7 +95,8 @@ class Study(ABC):
         need(0 < self.shrink < 1, "shrink", "above 0 and below 1", self.shrink)
         need(self.recovery_steps >= 1, "recovery_steps", "at least 1", self.recovery_steps)
         cycles = self.decay_cycles
-        need(not cycles or 0 < self.lr * self.weight_decay < 1, "weight_decay", "above 0 where it cycles", 0)
+        rate = self.lr * self.weight_decay
+        need(not cycles or 0 < rate < 1, "weight_decay", "above 0 and below 1/lr where it cycles", self.weight_decay)
 
     def settings(self) -> dict[str, Any]:
         """Every setting that a result depends on, except the learning rate, which has a field of its own."""

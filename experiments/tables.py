@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .claims import Claim, accuracy
-from .factorial import length_ratios
+from .claims import Claim, accuracy, matched_lengths
 from .statistics import mean_and_sd, paired_difference
 from .study import Headline
 from .summary import Summary, learning_rate, number, p_value, signed, significant
@@ -117,13 +116,8 @@ def factorial_table(
     records = [record for record in roles.get("matched", ()) if record["status"] == "ok"]
     if not records:
         return None
-    values = accuracy(records)
-    lengths: dict[str, list[float]] = {}
-    rates: dict[str, str] = {}
-    for record in records:
-        lengths.setdefault(record["arm"], []).append(record["metrics"]["step_length"])
-        rates[record["arm"]] = learning_rate(record)
-    ratios = length_ratios(lengths, "riemannian-adam")
+    values, ratios = accuracy(records), matched_lengths(roles)
+    rates = {record["arm"]: learning_rate(record) for record in records}
     rows = []
     for arm, has in design.items():
         if arm in values:
@@ -152,7 +146,7 @@ def factorial_table(
     )
     note = (
         "All at the learning rate that validation data chose for riemannian-adam; the rate of Q and K is scaled until "
-        "the mean step length of tuning runs is within 10 % of riemannian-adam's."
+        "the mean step length of tuning runs is within 10 % of riemannian-adam's, or for four tries at most."
     )
     return TextTable("Arms at one step length", header, tuple(rows), note)
 
@@ -197,8 +191,8 @@ def control_table(roles: Roles) -> TextTable | None:
         "at step, mean",
     )
     note = (
-        "Composition of permutations has no cyclic structure to find. Each arm's learning rate was chosen on validation "
-        "data of this task."
+        "Composition of permutations has no cyclic structure to find. Each arm's learning rate was chosen on "
+        "validation data of this task."
     )
     return TextTable("Negative control: composition in S₅", header, tuple(rows), note)
 
@@ -215,8 +209,12 @@ def tuning_table(roles: Roles, headline: Headline, of: str = "") -> TextTable | 
     for (arm, rate, decay), records in by_candidate.items():
         ok = [record["metrics"] for record in records if record["status"] == "ok"]
         values = [m[headline.tuning_metric] for m in ok if m.get(headline.tuning_metric) is not None]
-        mean, _ = mean_and_sd([headline.scale * value for value in values])
+        # what was not reached counts as the last step, as it did when the candidates were compared
+        missed = [records[0]["metrics"]["steps"]] * (len(ok) - len(values)) if headline.cap is not None else []
+        mean, _ = mean_and_sd([headline.scale * value for value in [*values, *missed]])
         shown = number(mean, headline.digits) if values else ("failed" if not ok else "not reached")
+        if values and missed:
+            shown = f"≥ {shown} ({len(values)} of {len(ok)} reached)"
         loss, _ = mean_and_sd([m["validation_loss"] for m in ok])
         rows.append((arm, rate, f"{decay:g}", str(len(records)), shown, number(loss, 3)))
     unit = f", {headline.unit}" if headline.unit != "steps" else ""

@@ -102,6 +102,13 @@ def test_why(runs):
     claims = _claims("cifar10", matched=matched(-3.0, 4.0, 0.0))
     assert [claims[n].verdict.word for n in ("6a", "6b", "6c")] == [REFUTED, CONFIRMED, REFUTED]
     assert len(effects_of({"matched": matched(1.0, 1.0, 1.0)})) == 3
+    longer = matched(3.0, 0.0, 0.0)
+    for record in longer:
+        if record["arm"] == "rsgd":
+            record["metrics"] = record["metrics"] | {"step_length": 1.3 * record["metrics"]["step_length"]}
+    claims = _claims("cifar10", matched=longer)
+    assert [claims[n].verdict.word for n in ("6a", "6b", "6c")] == [UNDECIDED] * 3
+    assert claims["6a"].verdict.reason == "step lengths differ too much: 1.00 to 1.30 of riemannian-adam's"
     assert effects_of({}) == ()
 
 
@@ -121,7 +128,7 @@ def test_growth(runs):
 
 def test_decay_cycles(runs):
     def cycles(angles):
-        return {"qk_angle": angles, "rest_norm": [1.0, 0.1, 0.6]}
+        return {"qk_angle": angles, "rest_norm": [1.0, 0.1, 0.6], "qk_norm": [1.0, 0.25, 0.8]}
 
     frames = runs("riemannian-adam", 90.0, 1, cycles=cycles([0.0, 1e-4, 0.8]))
     frames += [record | {"seed": seed} for record in frames for seed in (1, 2)]
@@ -130,6 +137,7 @@ def test_decay_cycles(runs):
     free = [record | {"arm": "adamw", "cycles": cycles([0.0, 0.0, 2.0])} for record in frames]
     claims = _claims("modular", cycles=[*frames, *free])
     assert (claims["2b"].verdict.word, claims["2c"].verdict.word) == (CONFIRMED, CONFIRMED)
+    assert "shrinks to 25 %" in claims["2c"].tested
     assert "2d" not in claims
     turned = [record | {"cycles": cycles([0.0, 0.5, 3.0 + record["seed"]])} for record in frames]
     claims = _claims("modular", cycles=[*turned, *free])

@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 TINY = ["study", "modular", "--quick", "--p", "5", "--train-fraction", "0.6"]
 TINY += ["--steps", "30", "--seeds", "2", "--jobs", "1"]
 
+TINY = {"p": 5, "width": 16, "heads": 2, "steps": 8, "interval": 4, "train_fraction": 0.6, "recovery_steps": 2}
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():
@@ -64,8 +66,7 @@ def test_a_sweep_from_end_to_end(tmp_path, monkeypatch):
         matched_seeds=2,
         variations={"cycles": Variation(("adamw", "riemannian-adam"), 2, {"decay_cycles": (1,)})},
     )
-    settings = {"p": 5, "width": 16, "heads": 2, "steps": 8, "interval": 4, "train_fraction": 0.6, "recovery_steps": 2}
-    monkeypatch.setitem(SIZES["modular"], "default", (settings, grid))
+    monkeypatch.setitem(SIZES["modular"], "default", (TINY, grid))
     result = CliRunner().invoke(cli.app, ["study", "modular", "--jobs", "2", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     plan = json.loads((tmp_path / "modular" / "plan.json").read_text())
@@ -82,6 +83,38 @@ def test_a_sweep_from_end_to_end(tmp_path, monkeypatch):
     rebuilt = CliRunner().invoke(cli.app, ["report", str(tmp_path / "modular")])
     assert rebuilt.exit_code == 0, rebuilt.output
     assert page.read_bytes() == before
+
+
+CYCLED = Grid(
+    ("adamw", "frozen"),
+    lrs=(1e-3, 1e-2),
+    decays=(1.0,),
+    other_seeds=1,
+    qk_scales={"adamw": (0.1, 1.0)},
+    variations={
+        "cycles": Variation(("adamw",), 1, {"decay_cycles": (1,)}),
+        "control": Variation(("adamw", "frozen"), 1, {"train_fraction": (0.5,)}, lrs=(1e-3, 3e-3)),
+    },
+)
+
+
+def test_one_learning_rate_replaces_every_sweep_and_without_decay_nothing_cycles(tmp_path, monkeypatch):
+    monkeypatch.setitem(SIZES["modular"], "default", (TINY, CYCLED))
+    options = ["--lr", "0.003", "--weight-decay", "0", "--jobs", "1", "--out", str(tmp_path)]
+    result = CliRunner().invoke(cli.app, ["study", "modular", *options])
+    assert result.exit_code == 0, result.output
+    plan = json.loads((tmp_path / "modular" / "plan.json").read_text())
+    assert sorted(job["role"] for job in plan["jobs"]) == ["control", "control", "report", "report"]
+    assert {job["lr"] for job in plan["jobs"]} == {0.003}
+
+
+def test_a_variation_that_cannot_run_is_an_error_before_the_first_run(tmp_path, monkeypatch):
+    """Decay of 1/lr would shrink everything to nothing in one step."""
+    monkeypatch.setitem(SIZES["modular"], "default", (TINY, CYCLED))
+    result = CliRunner().invoke(cli.app, ["study", "modular", "--weight-decay", "100", "--out", str(tmp_path)])
+    assert isinstance(result.exception, ValueError)
+    assert "weight_decay must be above 0 and below 1/lr where it cycles, found 100.0" in str(result.exception)
+    assert not list(tmp_path.iterdir())
 
 
 def test_cifar10_from_end_to_end(tmp_path, write_cifar, monkeypatch):

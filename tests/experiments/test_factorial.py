@@ -42,26 +42,31 @@ def test_the_effects_are_those_of_a_regression_with_a_block_a_seed():
             for seed, y in own.items()
         ]
     )
-    fit = smf.ols("y ~ scale_free + equivariant + projected + C(seed)", table).fit()
+    both = "I((2 * equivariant - 1) * (2 * projected - 1))"
+    fit = smf.ols(f"y ~ scale_free + equivariant + projected + {both} + C(seed)", table).fit()
     for effect in factorial_effects(values, FACTORIAL, higher_is_better=True):
         assert effect.difference.mean == pytest.approx(fit.params[effect.factor.replace("-", "_")])
 
 
 def test_the_contrasts_are_the_differences_of_arms_that_they_mean():
+    """Each with the other two factors held fixed, whatever equivariance and projection do together."""
     values = _values((2.0, -1.0, 0.5), noise=1.0, seeds=2)
-    scale_free, _, _ = factorial_effects(values, FACTORIAL, higher_is_better=True)
-    expected = [values["riemannian-adam"][s] - values["rsgd"][s] for s in (0, 1)]
-    # the only arm without it differs from riemannian-adam in nothing else; the other four leave a residual
-    square = [
-        values["riemannian-adam"][s]
-        - values["riemannian-adam-elementwise"][s]
-        - values["scalar-project"][s]
-        + values["adamw-project"][s]
-        for s in (0, 1)
-    ]
-    assert scale_free.difference.differences == pytest.approx(
-        [e - r / 4 for e, r in zip(expected, square, strict=True)]
+    scale_free, equivariant, projected = (
+        effect.difference.differences for effect in factorial_effects(values, FACTORIAL, higher_is_better=True)
     )
+    names = ("riemannian-adam", "riemannian-adam-elementwise", "scalar-project", "adamw-project", "rsgd")
+    for seed in (0, 1):
+        full, elementwise, scalar, neither, rsgd = (values[name][seed] for name in names)
+        assert scale_free[seed] == pytest.approx(full - rsgd)
+        assert equivariant[seed] == pytest.approx(((full - elementwise) + (scalar - neither)) / 2)
+        assert projected[seed] == pytest.approx(((full - scalar) + (elementwise - neither)) / 2)
+
+
+def test_an_interaction_is_no_effect_of_a_third_factor():
+    ninety = ("riemannian-adam", "adamw-project", "rsgd")
+    values = {arm: dict.fromkeys(range(3), 90.0 if arm in ninety else 80.0) for arm in FACTORIAL}
+    for effect in factorial_effects(values, FACTORIAL, higher_is_better=True):
+        assert effect.difference.mean == pytest.approx(0.0, abs=1e-9)
 
 
 def test_what_cannot_be_told_apart_is_left_out():

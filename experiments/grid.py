@@ -96,7 +96,7 @@ SIZES: dict[str, dict[str, tuple[dict[str, Any], Grid]]] = {
                 other_seeds=5,
                 seeds=dict.fromkeys(_COMPARED, 10),
                 qk_scales=_QK,
-                tuning_seeds=3,
+                tuning_seeds=2,
                 matched_seeds=10,
                 variations={
                     "cycles": Variation(_CYCLED, 5, {"decay_cycles": (2,)}),

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 TINY = ["study", "modular", "--quick", "--p", "5", "--train-fraction", "0.6"]
 TINY += ["--steps", "30", "--seeds", "2", "--jobs", "1"]
 
-TINY = {"p": 5, "width": 16, "heads": 2, "steps": 8, "interval": 4, "train_fraction": 0.6, "recovery_steps": 2}
+TINY_SETTINGS = {"p": 5, "width": 16, "heads": 2, "steps": 8, "interval": 4, "train_fraction": 0.6, "recovery_steps": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_a_sweep_from_end_to_end(tmp_path, monkeypatch):
         matched_seeds=2,
         variations={"cycles": Variation(("adamw", "riemannian-adam"), 2, {"decay_cycles": (1,)})},
     )
-    monkeypatch.setitem(SIZES["modular"], "default", (TINY, grid))
+    monkeypatch.setitem(SIZES["modular"], "default", (TINY_SETTINGS, grid))
     result = CliRunner().invoke(cli.app, ["study", "modular", "--jobs", "2", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     plan = json.loads((tmp_path / "modular" / "plan.json").read_text())
@@ -99,7 +99,7 @@ CYCLED = Grid(
 
 
 def test_one_learning_rate_replaces_every_sweep_and_without_decay_nothing_cycles(tmp_path, monkeypatch):
-    monkeypatch.setitem(SIZES["modular"], "default", (TINY, CYCLED))
+    monkeypatch.setitem(SIZES["modular"], "default", (TINY_SETTINGS, CYCLED))
     options = ["--lr", "0.003", "--weight-decay", "0", "--jobs", "1", "--out", str(tmp_path)]
     result = CliRunner().invoke(cli.app, ["study", "modular", *options])
     assert result.exit_code == 0, result.output
@@ -110,7 +110,7 @@ def test_one_learning_rate_replaces_every_sweep_and_without_decay_nothing_cycles
 
 def test_a_variation_that_cannot_run_is_an_error_before_the_first_run(tmp_path, monkeypatch):
     """Decay of 1/lr would shrink everything to nothing in one step."""
-    monkeypatch.setitem(SIZES["modular"], "default", (TINY, CYCLED))
+    monkeypatch.setitem(SIZES["modular"], "default", (TINY_SETTINGS, CYCLED))
     result = CliRunner().invoke(cli.app, ["study", "modular", "--weight-decay", "100", "--out", str(tmp_path)])
     assert isinstance(result.exception, ValueError)
     assert "weight_decay must be above 0 and below 1/lr where it cycles, found 100.0" in str(result.exception)

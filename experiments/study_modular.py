@@ -69,7 +69,7 @@ class ModularStudy(Study):
         return (
             f"{describe_operation(self.operation, self.p)}: {share} of {elements(self.operation, self.p) ** 2:,} pairs "
             f"to train on, the rest halved into validation and test; one-layer transformer of width {self.width} with "
-            f"{self.heads} heads, {batch}, at most {self.steps:,} steps"
+            f"{self.heads} heads, {batch}, {'' if self.stop_accuracy is None else 'at most '}{self.steps:,} steps"
         )
 
     def build(self, attention: Mapping[str, Any]) -> nn.Module:

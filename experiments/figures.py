@@ -217,7 +217,7 @@ def _differences(summary: Summary) -> ReportFigure | None:
     differences = {arm.arm: arm.difference for arm in summary.arms if arm.difference is not None and arm.difference.n}
     if not differences:
         return None
-    unit = "points" if headline.unit == "%" else headline.unit
+    unit = headline.difference_unit
     better = "right" if headline.higher_is_better else "left"
     verdicts = "; ".join(f"{arm} {paired.verdict}" for arm, paired in differences.items())
     return ReportFigure(

@@ -40,6 +40,10 @@ class Headline:
     cap: float | None = None
     goal: str = ""  # what a run with a cap may not reach, as a verb phrase
 
+    @property
+    def difference_unit(self) -> str:
+        return "points" if self.unit == "%" else self.unit
+
 
 @dataclass(frozen=True)
 class StudyData:

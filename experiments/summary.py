@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,19 @@ from .arms import BASELINE
 from .statistics import PairedDifference, compare_many, mean_and_sd
 from .study import Headline
 
-__all__ = ["ArmSummary", "Summary", "learning_rate", "number", "p_value", "signed", "significant", "summarize"]
+__all__ = [
+    "ArmSummary",
+    "Summary",
+    "effect_size",
+    "interval",
+    "learning_rate",
+    "learning_rates",
+    "number",
+    "p_value",
+    "signed",
+    "significant",
+    "summarize",
+]
 
 Record = Mapping[str, Any]
 
@@ -81,6 +93,11 @@ def headline_values(records: Sequence[Record], headline: Headline) -> dict[int, 
     return values
 
 
+def learning_rates(records: Iterable[Record]) -> str:
+    """Each that occurs, once."""
+    return ", ".join(dict.fromkeys(map(learning_rate, records)))
+
+
 def counted_values(records: Sequence[Record], headline: Headline) -> dict[int, float]:
     """seed -> the headline number in shown units, with "not reached" counted as the cap."""
     values = {
@@ -101,7 +118,7 @@ def _arm(arm: str, records: Sequence[Record], headline: Headline, difference: Pa
     query, key = average("query_condition"), average("key_condition")
     return ArmSummary(
         arm=arm,
-        lr=", ".join(dict.fromkeys(map(learning_rate, records))),
+        lr=learning_rates(records),
         n=len(ok),
         failed=len(records) - len(ok),
         values=values,
@@ -135,7 +152,7 @@ def _table(
         (f"minus {baseline} [95 % Holm interval]", [_difference_cell(arm.difference, headline) for arm in arms]),
         ("p, Holm", [_p_cell(arm.difference, "adjusted_p") for arm in arms]),
         ("p, Wilcoxon", [_p_cell(arm.difference, "wilcoxon_p") for arm in arms]),
-        ("effect size", [_effect_cell(arm.difference) for arm in arms]),
+        ("effect size", [effect_size(arm.difference) for arm in arms]),
         ("wins", [_wins_cell(arm.difference) for arm in arms]),
     ]
     if headline.metric != "test_accuracy":
@@ -171,14 +188,14 @@ def _difference_cell(difference: PairedDifference | None, headline: Headline) ->
     low, high = difference.adjusted_low, difference.adjusted_high
     if low is None or high is None:
         return f"{text} ({'one pair' if difference.n == 1 else 'all pairs alike'})"
-    return f"{text} [{signed(low, headline.digits)}, {signed(high, headline.digits)}]"
+    return f"{text} {interval(low, high, headline.digits)}"
 
 
 def _p_cell(difference: PairedDifference | None, name: str) -> str:
     return "–" if difference is None else p_value(getattr(difference, name))
 
 
-def _effect_cell(difference: PairedDifference | None) -> str:
+def effect_size(difference: PairedDifference | None) -> str:
     return "–" if difference is None or difference.hedges_g is None else signed(difference.hedges_g, 2)
 
 
@@ -263,8 +280,7 @@ def _comparison(arm: str, difference: PairedDifference, headline: Headline, base
 
 
 def _amount(value: float, headline: Headline) -> str:
-    unit = "points" if headline.unit == "%" else headline.unit
-    return f"{signed(value, headline.digits)} {unit}"
+    return f"{signed(value, headline.digits)} {headline.difference_unit}"
 
 
 def number(value: float | None, digits: int) -> str:
@@ -275,6 +291,10 @@ def significant(value: float | None, digits: int = 3) -> str:
     if value is None or not value:
         return number(value, 0)
     return number(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
+
+
+def interval(low: float | None, high: float | None, digits: int) -> str:
+    return "–" if low is None or high is None else f"[{signed(low, digits)}, {signed(high, digits)}]"
 
 
 def p_value(p: float | None) -> str:

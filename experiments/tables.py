@@ -9,7 +9,17 @@ from typing import Any
 from .claims import Claim, accuracy, matched_lengths
 from .statistics import mean_and_sd, paired_difference
 from .study import Headline
-from .summary import Summary, learning_rate, number, p_value, signed, significant
+from .summary import (
+    Summary,
+    effect_size,
+    interval,
+    learning_rate,
+    learning_rates,
+    number,
+    p_value,
+    signed,
+    significant,
+)
 
 __all__ = ["TextTable", "claim_table", "control_table", "factorial_table", "statistics_table", "tuning_table"]
 
@@ -61,10 +71,6 @@ def _figure(claim: Claim) -> str:
 def statistics_table(summary: Summary) -> TextTable | None:
     """Every statistic of the paired differences from the baseline."""
     digits = summary.headline.digits
-
-    def interval(low: float | None, high: float | None) -> str:
-        return "–" if low is None or high is None else f"[{signed(low, digits)}, {signed(high, digits)}]"
-
     rows = []
     for arm in summary.arms:
         d = arm.difference
@@ -75,23 +81,22 @@ def statistics_table(summary: Summary) -> TextTable | None:
                 arm.arm,
                 str(d.n),
                 signed(d.mean, digits),
-                interval(d.low, d.high),
-                interval(d.bootstrap_low, d.bootstrap_high),
-                interval(d.adjusted_low, d.adjusted_high),
+                interval(d.low, d.high, digits),
+                interval(d.bootstrap_low, d.bootstrap_high, digits),
+                interval(d.adjusted_low, d.adjusted_high, digits),
                 p_value(d.t_p),
                 p_value(d.wilcoxon_p),
                 p_value(d.adjusted_p),
-                "–" if d.hedges_g is None else signed(d.hedges_g, 2),
+                effect_size(d),
                 f"{d.wins}, {d.ties}, {d.losses}",
             )
         )
     if not rows:
         return None
-    unit = "points" if summary.headline.unit == "%" else summary.headline.unit
     header = (
         "arm",
         "pairs",
-        f"mean difference, {unit}",
+        f"mean difference, {summary.headline.difference_unit}",
         "t interval",
         "bootstrap interval",
         "Holm interval",
@@ -168,12 +173,12 @@ def control_table(roles: Roles) -> TextTable | None:
             paired = paired_difference(own, values["adamw"], higher_is_better=True)
             difference = "–" if paired.mean is None else signed(paired.mean, 2)
             if paired.low is not None and paired.high is not None:
-                difference += f" [{signed(paired.low, 2)}, {signed(paired.high, 2)}]"
+                difference += " " + interval(paired.low, paired.high, 2)
         count = sum(step is not None for step in reached)
         rows.append(
             (
                 arm,
-                ", ".join(dict.fromkeys(learning_rate(r) for r in records if r["arm"] == arm)),
+                learning_rates(record for record in records if record["arm"] == arm),
                 str(len(own)),
                 f"{number(mean, 2)} ± {number(sd, 2)}",
                 difference,
@@ -210,7 +215,7 @@ def tuning_table(roles: Roles, headline: Headline, of: str = "") -> TextTable | 
         ok = [record["metrics"] for record in records if record["status"] == "ok"]
         values = [m[headline.tuning_metric] for m in ok if m.get(headline.tuning_metric) is not None]
         # what was not reached counts as the last step, as it did when the candidates were compared
-        missed = [records[0]["metrics"]["steps"]] * (len(ok) - len(values)) if headline.cap is not None else []
+        missed = [m["steps"] for m in ok if m.get(headline.tuning_metric) is None and headline.cap is not None]
         mean, _ = mean_and_sd([headline.scale * value for value in [*values, *missed]])
         shown = number(mean, headline.digits) if values else ("failed" if not ok else "not reached")
         if values and missed:

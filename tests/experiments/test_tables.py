@@ -20,6 +20,22 @@ def test_the_sweep_counts_what_was_not_reached_as_the_choice_does(make_record):
     assert [row[column] for row in table.rows] == ["≥ 300 (1 of 3 reached)", "300", "not reached"]
 
 
+def test_a_failed_run_of_the_sweep_counts_for_nothing(make_record):
+    """Also where it comes first and says nothing of its steps."""
+    records = [
+        make_record(seed=1000, status="failed", metrics={}, error="it diverged"),
+        make_record(seed=1001, metrics={"tuned": None, "steps": 400}),
+        make_record(seed=1002, metrics={"tuned": 200, "steps": 400}),
+    ]
+    records[0]["metrics"] = {}
+    table = tuning_table({"tuning": records}, STEPS)
+    assert table is not None
+    assert table.rows[0][table.header.index("steps to 95 %")] == "≥ 300 (1 of 2 reached)"
+    alone = tuning_table({"tuning": records[:1]}, STEPS)
+    assert alone is not None
+    assert alone.rows[0][alone.header.index("steps to 95 %")] == "failed"
+
+
 def test_the_control_shows_its_own_learning_rates(make_record):
     records = [
         make_record(arm, seed, lr=lr, metrics={"test_accuracy": accuracy + 0.01 * seed, "steps_to_95_test": None})
